@@ -1,0 +1,131 @@
+"""One frozen dataclass that says which Bayesian attention is meant, with named presets for its conventions."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Family = Literal["weibull", "lognormal"]
+PriorKind = Literal["fixed", "contextual"]
+
+# variant: posterior family, prior kind (None: no KL). `soft` has no noise at all.
+VARIANTS: dict[str, tuple[Family | None, PriorKind | None]] = {
+    "soft": (None, None),
+    "BAM-NOKL": ("weibull", None),
+    "BAM-LF": ("lognormal", "fixed"),
+    "BAM-LC": ("lognormal", "contextual"),
+    "BAM-WF": ("weibull", "fixed"),
+    "BAM-WC": ("weibull", "contextual"),
+}
+
+# the conventions on which the paper, its code and this library differ; docs/deviations.md gives the reasons
+PRESETS: dict[str, dict[str, str]] = {
+    "paper": {"score_form": "raw", "alpha_form": "psi", "mu_form": "psi", "kl_reduction": "sum"},
+    "official-code": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "mean"},
+    "default": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "row_mean"},
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "variant": tuple(VARIANTS),
+    "preset": tuple(PRESETS),
+    "score_form": ("raw", "log_softmax"),
+    "alpha_form": ("psi", "beta_psi"),
+    "mu_form": ("psi", "log_psi"),
+    "kl_reduction": ("sum", "row_mean", "mean"),
+}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What is random about the attention weights, and what they are pulled towards.
+
+    Args:
+        variant: `soft`, `BAM-NOKL`, or `BAM-` with L(ognormal) or W(eibull) posterior and F(ixed) or C(ontextual) prior.
+        weibull_k: Weibull shape k; the log-noise has standard deviation 1.28/k.
+        gamma_alpha: Shape of the fixed Gamma prior (BAM-WF).
+        gamma_beta: Rate β of the Gamma prior.
+        sigma_q: Standard deviation of the lognormal posterior's logarithm.
+        sigma_p: The same of the lognormal prior.
+        mu_p: Location of the fixed lognormal prior (BAM-LF).
+        prior_hidden_dim: Width d_mid of the contextual prior's hidden layer.
+        prior_per_head: One prior network per head instead of one shared by the heads of a module.
+        detach_keys: Keep the prior's gradient out of the key projection.
+        preset: Where the four options below come from when they are None.
+        score_form: Φ of the KL: the `raw` scores, or their `log_softmax` over the valid keys.
+        alpha_form: Contextual Gamma shape: α = Ψ (`psi`) or α = βΨ (`beta_psi`), whose prior mean is Ψ.
+        mu_form: Contextual lognormal location: μ_p = Ψ (`psi`) or ln Ψ (`log_psi`).
+        kl_reduction: Per example: `sum` over heads, queries and keys (the exact ELBO); `row_mean`, the sum over keys
+            averaged over heads and queries; `mean` over all valid entries.
+    """
+
+    variant: str = "BAM-WC"
+    _: dataclasses.KW_ONLY
+    weibull_k: float = 10.0
+    gamma_alpha: float = 1e-2
+    gamma_beta: float = 1e-2
+    sigma_q: float = 0.1
+    sigma_p: float = 1.0
+    mu_p: float = 0.0
+    prior_hidden_dim: int = 10
+    prior_per_head: bool = False
+    detach_keys: bool = False
+    preset: str = "default"
+    score_form: str | None = None
+    alpha_form: str | None = None
+    mu_form: str | None = None
+    kl_reduction: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("preset", self.preset)
+        for name, value in PRESETS[self.preset].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in CHOICES:
+            _check_choice(name, getattr(self, name))
+        for name in ("weibull_k", "gamma_alpha", "gamma_beta", "sigma_q", "sigma_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not (0.0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}; allowed: a finite number above 0")
+            object.__setattr__(self, name, float(value))
+        if not isinstance(self.mu_p, int | float) or not math.isfinite(self.mu_p):
+            raise ValueError(f"mu_p is {self.mu_p!r}; allowed: a finite number")
+        if not isinstance(self.prior_hidden_dim, int) or self.prior_hidden_dim < 1:
+            raise ValueError(f"prior_hidden_dim is {self.prior_hidden_dim!r}; allowed: an integer of at least 1")
+
+    @property
+    def family(self) -> Family | None:
+        """Posterior family, or None for soft attention."""
+        return VARIANTS[self.variant][0]
+
+    @property
+    def prior_kind(self) -> PriorKind | None:
+        """Prior kind, or None where there is no KL."""
+        return VARIANTS[self.variant][1]
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the weights are sampled at all."""
+        return self.family is not None
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the variant has a KL term."""
+        return self.prior_kind is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for JSON or YAML."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "AttentionConfig":
+        """Build a config from plain values; an unknown key is an error that lists the known ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown AttentionConfig keys {unknown}; allowed: {known}")
+        return cls(**values)
+
+
+def _check_choice(name: str, value: object) -> None:
+    if value not in CHOICES[name]:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, CHOICES[name]))}")

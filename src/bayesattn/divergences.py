@@ -1,0 +1,77 @@
+"""Closed-form KL divergences from the attention posterior to its prior, per entry (Sec. 3.2).
+
+Both depend on the scores Φ alone, never on the sample, so they add no gradient noise (Lemma 1).
+Sums over whole attention rows, which need neither a second pass nor the m × n entries, are in `ops/attention`.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Gamma, Weibull
+from torch.distributions.kl import register_kl
+
+from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
+
+
+def kl_weibull_gamma(
+    scores: Float[Tensor, "*#shape"], log_alpha: Float[Tensor, "*#shape"], *, weibull_k: float, gamma_beta: float
+) -> Float[Tensor, "*#shape"]:
+    """Return KL(Weibull(k, λ) ‖ Gamma(α, β)) with λ = exp(Φ)/Γ(1 + 1/k).
+
+        γα/k − α(Φ − ln Γ(1 + 1/k)) + ln k + β exp(Φ) − γ − 1 − α ln β + ln Γ(α)
+
+    Its derivatives are β exp(Φ) − α in Φ, and ψ(α) − ln β − Φ + ln Γ(1 + 1/k) + γ/k in α.
+
+    Args:
+        scores: Φ, the logarithm of the posterior's mean.
+        log_alpha: ln α of the prior. As a logarithm, because α may be 1e-15 and ln Γ(α) needs ln α exactly.
+        weibull_k: Posterior shape k > 0.
+        gamma_beta: Prior rate β > 0.
+    """
+    alpha = torch.exp(log_alpha)
+    per_key = weibull_gamma_key_term(log_alpha, weibull_k=weibull_k, gamma_beta=gamma_beta)
+    return per_key - alpha * scores + torch.exp(scores + math.log(gamma_beta))
+
+
+def weibull_gamma_key_term(log_alpha: Float[Tensor, "*s"], *, weibull_k: float, gamma_beta: float) -> Float[Tensor, "*s"]:
+    """Return the part of KL(Weibull ‖ Gamma) that does not depend on Φ: one number per key.
+
+        α(γ/k + ln Γ(1 + 1/k) − ln β) + ln Γ(α) + ln k − γ − 1
+
+    ln Γ(α) is taken as ln Γ(1 + α) − ln α, whose gradient in ln α is finite however small α is.
+    """
+    alpha = torch.exp(log_alpha)
+    slope = EULER_GAMMA / weibull_k + log_gamma_1p_inverse(weibull_k) - math.log(gamma_beta)
+    return alpha * slope + torch.lgamma(1.0 + alpha) - log_alpha + math.log(weibull_k) - EULER_GAMMA - 1.0
+
+
+def kl_lognormal_lognormal(
+    scores: Float[Tensor, "*#shape"], mu_p: Float[Tensor, "*#shape"], *, sigma_q: float, sigma_p: float
+) -> Float[Tensor, "*#shape"]:
+    """Return KL(Lognormal(Φ − σ_q²/2, σ_q) ‖ Lognormal(μ_p, σ_p)).
+
+        ln σ_p − ln σ_q + (σ_q² + (Φ − σ_q²/2 − μ_p)²) / (2 σ_p²) − 1/2
+
+    Squares are taken after dividing by σ_p, and the constants as Python floats, so σ_p = 1e15 beside σ_q = 1e-15
+    neither overflows nor underflows.
+    """
+    deviation = (scores - 0.5 * sigma_q**2 - mu_p) / sigma_p
+    return 0.5 * deviation.square() + lognormal_constant(sigma_q=sigma_q, sigma_p=sigma_p)
+
+
+def lognormal_constant(*, sigma_q: float, sigma_p: float) -> float:
+    """Return ln σ_p − ln σ_q + (σ_q/σ_p)²/2 − 1/2, the part that depends on neither Φ nor μ_p."""
+    return math.log(sigma_p) - math.log(sigma_q) + 0.5 * (sigma_q / sigma_p) ** 2 - 0.5
+
+
+@register_kl(Weibull, Gamma)
+def _kl_weibull_gamma(q: Weibull, p: Gamma) -> Tensor:
+    # torch's Weibull stores its own k and λ per entry, so Φ = ln λ + ln Γ(1 + 1/k) and the formula holds entry by entry
+    k, scale = q.concentration, q.scale
+    alpha, beta = p.concentration, p.rate
+    t1 = EULER_GAMMA * alpha / k - alpha * torch.log(scale) + torch.log(k)
+    t2 = beta * scale * torch.exp(torch.lgamma(1.0 + 1.0 / k)) - EULER_GAMMA - 1.0
+    t3 = -alpha * torch.log(beta) + torch.lgamma(alpha)
+    return t1 + t2 + t3

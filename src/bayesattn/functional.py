@@ -1,0 +1,202 @@
+"""The whole method as pure functions: scores → weights, and query, key, value → output, each with its KL.
+
+Every module, layer and adapter of the library calls these two. They check their arguments, leave autocast (noise,
+softmax and KL are float32 or better) and choose a backend; the mathematics is in `ops/attention`.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn import _checks
+from bayesattn.config import AttentionConfig
+from bayesattn.noise import Seed
+from bayesattn.ops.attention import reference
+
+Backend = Literal["auto", "reference", "triton"]
+
+
+def attention_weights(
+    scores: Float[Tensor, "*bh m n"],
+    *,
+    config: AttentionConfig,
+    prior: Float[Tensor, "#b #h 1 n"] | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+    seed: Seed | None = None,
+    sample: bool = True,
+    need_kl: bool = True,
+    check_finite: bool = False,
+) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
+    """Turn the scores of any alignment function into attention weights.
+
+        W = softmax(log S),   S ~ Weibull or Lognormal with E[S] = exp(Φ)        (Sec. 3.2)
+
+    Args:
+        scores: Φ, before masking and before any softmax; `b h m n`, `b m n` or `m n`.
+        config: Which posterior, prior and conventions.
+        prior: ln Ψ from a contextual prior, one value per key; needed for BAM-LC and BAM-WC when `need_kl`.
+        mask: Boolean, True where a query may attend, broadcastable to `scores`.
+        seed: Repeats a draw exactly; None draws from torch's generator.
+        sample: False gives the posterior mean, softmax(Φ).
+        need_kl: Whether to compute the KL.
+        check_finite: Raise on NaN or infinity in the inputs (a debug switch: it waits for the device).
+
+    Returns:
+        Weights in the dtype of `scores`, and the KL of each example (zeros for variants without one, None if not
+        `need_kl`).
+
+    Raises:
+        ValueError: An argument has a wrong type, shape or value.
+
+    Example:
+        >>> import torch
+        >>> config = AttentionConfig("BAM-WF", weibull_k=5)
+        >>> weights, kl = attention_weights(torch.zeros(2, 1, 3, 4), config=config, seed=0)
+        >>> weights.shape, kl.shape, bool(torch.allclose(weights.sum(-1), torch.ones(2, 1, 3)))
+        (torch.Size([2, 1, 3, 4]), torch.Size([2]), True)
+    """
+    _checks.floating("scores", scores)
+    if not 2 <= scores.ndim <= 4:
+        raise ValueError(f"scores has shape {tuple(scores.shape)}; allowed: (b, h, m, n), (b, m, n) or (m, n)")
+    shape = scores.shape
+    # heads come after the batch, so a three-axis array gets its head axis in the middle
+    full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
+    if mask is not None and mask.ndim == 3 and len(shape) == 3:
+        mask = mask.unsqueeze(1)
+    mask = _checks.mask(mask, tuple(full.shape))
+    _checks.prior(prior, tuple(full.shape), config, need_kl)
+    if check_finite:
+        _checks.finite(scores=scores, prior=prior, mask=mask)
+    with torch.autocast(scores.device.type, enabled=False):
+        full = full.to(torch.promote_types(scores.dtype, torch.float32))
+        if sample and config.is_stochastic:
+            weights = reference.sample_weights(full, mask, seed, config)
+        else:
+            weights = reference.masked_softmax(full, mask)
+        kl = _kl(full, prior, mask, config) if need_kl else None
+    return weights.to(scores.dtype).reshape(shape), kl
+
+
+def attention(
+    query: Float[Tensor, "b h m d"],
+    key: Float[Tensor, "b hk n d"],
+    value: Float[Tensor, "b hk n dv"],
+    *,
+    config: AttentionConfig,
+    prior: Float[Tensor, "#b #h 1 n"] | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Seed | None = None,
+    sample: bool = True,
+    need_kl: bool = True,
+    backend: Backend = "auto",
+    check_finite: bool = False,
+) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
+    """Bayesian dot-product attention: O = W V with W sampled around softmax(scale · Q Kᵀ + bias).
+
+    With `sample=False` the output is `torch.nn.functional.scaled_dot_product_attention` of the same arguments, to the
+    last bit.
+
+    Args:
+        query: Queries.
+        key: Keys; `hk` divides the query heads (grouped-query attention).
+        value: Values.
+        config: Which posterior, prior and conventions.
+        prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared.
+        mask: Boolean, True where a query may attend; combined with `is_causal`.
+        bias: Added to the scores; broadcastable to `b h m n`.
+        is_causal: Query i attends to keys up to i.
+        scale: Factor of the dot product; None is 1/√d.
+        dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
+        seed: Repeats a draw exactly, whatever the backend; None draws from torch's generator.
+        sample: False gives the posterior mean.
+        need_kl: Whether to compute the KL.
+        backend: `auto` picks the fastest that supports the call; a named one runs or refuses.
+        check_finite: Raise on NaN or infinity in the inputs (a debug switch: it waits for the device).
+
+    Returns:
+        Output in the dtype of `value`, and the KL of each example as in `attention_weights`.
+
+    Raises:
+        ValueError: An argument has a wrong type, shape or value.
+    """
+    shape = _checks.query_key_value(query, key, value)
+    mask = _checks.mask(mask, shape)
+    prior = _checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
+    _checks.bias(bias, shape)
+    _checks.probability("dropout_p", dropout_p)
+    _checks.choice("backend", backend, ("auto", "reference", "triton"))
+    if backend == "triton":
+        raise ValueError("backend is 'triton'; this version ships no Triton kernels: use 'auto' or 'reference'")
+    if check_finite:
+        _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=mask)
+    if sample and config.is_stochastic:
+        with torch.autocast(query.device.type, enabled=False):
+            output, kl = reference.attention(
+                query,
+                key,
+                value,
+                config=config,
+                log_prior=prior,
+                mask=_with_causal(mask, is_causal, shape, query.device),
+                bias=bias,
+                scale=_scale(query, scale),
+                seed=seed,
+                dropout_p=dropout_p,
+                need_kl=need_kl and config.has_kl,
+            )
+        return output, _zeros_like_kl(query) if need_kl and kl is None else kl
+    kl = None
+    if need_kl:
+        with torch.autocast(query.device.type, enabled=False):
+            scores = reference.dot_product_scores(query, key, scale=_scale(query, scale), bias=bias)
+            kl = _kl(scores, prior, _with_causal(mask, is_causal, shape, query.device), config)
+    return _mean_attention(query, key, value, mask, bias, is_causal, dropout_p, scale), kl
+
+
+def _mean_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Call torch's attention with the arguments a user would have given it, so that its own backend choice holds."""
+    if is_causal and (mask is not None or bias is not None):
+        mask = _with_causal(mask, True, (*query.shape[:3], key.shape[2]), query.device)
+        is_causal = False
+    if bias is not None and mask is not None:
+        bias = torch.where(mask, bias, -torch.inf)
+    attn_mask = mask if bias is None else bias
+    enable_gqa = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _with_causal(mask: Tensor | None, is_causal: bool, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    if not is_causal:
+        return mask
+    causal = torch.ones(shape[-2:], dtype=torch.bool, device=device).tril()[None, None]
+    return causal if mask is None else mask & causal
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _kl(scores: Tensor, prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:
+    return reference.kl_per_example(scores, prior, mask, config) if config.has_kl else _zeros_like_kl(scores)
+
+
+def _zeros_like_kl(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)

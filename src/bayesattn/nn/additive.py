@@ -1,0 +1,71 @@
+"""Additive (Bahdanau) attention as captioning and translation use it: one query per decoding step."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.nn.weights import BayesianWeights
+
+
+class AdditiveAttention(nn.Module):
+    """Attend with the scores Φ = vᵀ tanh(W_q q + W_k k + b), the weights sampled.
+
+    The key side does not change from step to step: project it once with `prepare`, then call the module at every step.
+    Each call records its own KL, as the paper counts it.
+
+    Args:
+        query_dim: Features of a query.
+        key_dim: Features of a key.
+        hidden_dim: Width of the tanh layer.
+        config: What is random. The contextual prior reads the keys.
+        bias: Whether the tanh layer has a bias.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        hidden_dim: int,
+        *,
+        config: AttentionConfig,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        self.query_proj = nn.Linear(query_dim, hidden_dim, bias=False, **options)
+        self.key_proj = nn.Linear(key_dim, hidden_dim, bias=bias, **options)
+        self.score_proj = nn.Linear(hidden_dim, 1, bias=False, **options)
+        self.weights = BayesianWeights(config, key_dim=key_dim, **options)
+
+    def prepare(
+        self, key: Float[Tensor, "b n dk"], mask: Bool[Tensor, "b n"] | None = None
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b 1 1 n"] | None]:
+        """Return what all steps share: the projected keys and, inside `record_kl()`, ln Ψ."""
+        return self.key_proj(key), self.weights.log_prior(key, None if mask is None else mask[:, None])
+
+    def forward(
+        self,
+        query: Float[Tensor, "b m dq"],
+        key: Float[Tensor, "b n dk"],
+        value: Float[Tensor, "b n dv"] | None = None,
+        *,
+        mask: Bool[Tensor, "b n"] | None = None,
+        prepared: tuple[Tensor, Tensor | None] | None = None,
+    ) -> tuple[Float[Tensor, "b m dv"], Float[Tensor, "b m n"]]:
+        """Return the context of each query and the weights.
+
+        Args:
+            query: Decoder states; one step has m = 1.
+            key: Encoder states or image regions.
+            value: What is averaged; the keys if None.
+            mask: True for keys that exist.
+            prepared: Result of `prepare(key, mask)`.
+        """
+        keys, prior = self.prepare(key, mask) if prepared is None else prepared
+        hidden = torch.tanh(self.query_proj(query).unsqueeze(2) + keys.unsqueeze(1))
+        scores = self.score_proj(hidden).squeeze(-1)
+        weights = self.weights(scores, mask=None if mask is None else mask[:, None, :], prior=prior)
+        return weights @ (key if value is None else value), weights

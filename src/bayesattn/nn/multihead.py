@@ -1,0 +1,173 @@
+"""Bayesian multi-head attention, a drop-in for `torch.nn.MultiheadAttention`."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from bayesattn import functional
+from bayesattn.config import AttentionConfig
+from bayesattn.nn._base import BayesianModule
+
+
+class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` whose attention weights are sampled.
+
+    Takes the arguments of torch's module and loads its `state_dict` (a checkpoint without a prior leaves the fresh prior
+    as it is). In eval mode it *is* torch's module, fused path included. Masks follow torch's conventions here: True in a
+    boolean mask means "do not attend", a float mask is added to the scores.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype:
+            As in torch.
+        config: What is random; keyword only.
+
+    In the paper: the module of Sec. 2 with `num_heads` = H, Φ = QKᵀ/√d_k, and S drawn as in Sec. 3.2.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: AttentionConfig,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self._init_bayesian(config, key_dim=embed_dim // num_heads, num_heads=num_heads, device=device, dtype=dtype)
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        # stock encoder layers look here before they take a fused path that would never call this module
+        is_built = "config" in self.__dict__
+        return self.__dict__["_same_embed_dim"] and not (is_built and (self.samples_in_eval or self.needs_kl))
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self.__dict__["_same_embed_dim"] = value
+
+    def forward(
+        self,
+        query: Float[Tensor, "..."],
+        key: Float[Tensor, "..."],
+        value: Float[Tensor, "..."],
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, with torch's arguments and results."""
+        if not self.is_sampling and not self.needs_kl:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if query.is_nested:
+            return self._forward_nested(query, need_weights), None
+        is_batched = query.ndim == 3
+        if not is_batched:
+            query, key, value = (x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        if not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        output, weights = self._attend(query, key, value, key_padding_mask, attn_mask, need_weights)
+        if not self.batch_first:
+            output = output.transpose(0, 1)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not is_batched:
+            output = output.squeeze(0 if self.batch_first else 1)
+            weights = None if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def _attend(
+        self,
+        query: Float[Tensor, "b m e"],
+        key: Float[Tensor, "b n ek"],
+        value: Float[Tensor, "b n ev"],
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Float[Tensor, "b m e"], Float[Tensor, "b h m n"] | None]:
+        q, k, v = self._project(query, key, value)
+        extra_keys = k.shape[2] - key.shape[1]
+        mask, bias = _from_torch_masks(key_padding_mask, attn_mask, query.shape[0], self.num_heads, extra_keys)
+        valid = None if mask is None else mask.any(dim=-2)
+        prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None
+        options = {"config": self.config, "prior": prior, "mask": mask, "need_kl": self.needs_kl, "sample": self.is_sampling}
+        weights = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            weights, kl = functional.attention_weights(scores if bias is None else scores + bias, **options)
+            weights = F.dropout(weights, self._dropout(self.dropout))
+            heads = weights @ v
+        else:
+            heads, kl = functional.attention(q, k, v, bias=bias, dropout_p=self._dropout(self.dropout), **options)
+        heads = self._record(heads, kl)
+        output = F.linear(heads.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        return output, weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], 1, -1).to(k.dtype)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], 1, -1).to(v.dtype)], dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        split = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = split
+        return q, k, v
+
+    def _forward_nested(self, nested: Tensor, need_weights: bool) -> Tensor:
+        """Self-attention over a nested tensor, as `nn.TransformerEncoder` passes it in eval mode with padding."""
+        if need_weights:
+            raise ValueError("need_weights is True; allowed with nested input: False")
+        lengths = torch.tensor([x.shape[0] for x in nested.unbind()], device=nested.device)
+        padded = nested.to_padded_tensor(0.0)
+        is_padding = torch.arange(padded.shape[1], device=nested.device) >= lengths[:, None]
+        output, _ = self._attend(padded, padded, padded, is_padding, None, False)
+        return torch._nested_tensor_from_mask(output, ~is_padding)
+
+
+def _from_torch_masks(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int, num_heads: int, extra_keys: int
+) -> tuple[Bool[Tensor, "#b #h #m n"] | None, Float[Tensor, "#b #h #m n"] | None]:
+    """Turn torch's two masks (True or −inf: forbidden) into one of ours (True: attend) and an additive bias.
+
+    `add_bias_kv` and `add_zero_attn` append keys that everyone may attend to.
+    """
+    masks, bias = [], None
+    for given in (key_padding_mask, attn_mask):
+        if given is None:
+            continue
+        if given is key_padding_mask:
+            given = given[:, None, None, :]
+        elif given.ndim == 3:
+            given = given.unflatten(0, (batch, num_heads))
+        else:
+            given = given[None, None]
+        if given.dtype == torch.bool:
+            masks.append(F.pad(~given, (0, extra_keys), value=True))
+        else:
+            given = F.pad(given, (0, extra_keys))
+            masks.append(given > -torch.inf)
+            finite = given.masked_fill(~masks[-1], 0.0)
+            bias = finite if bias is None else bias + finite
+    if not masks:
+        return None, None
+    return masks[0] if len(masks) == 1 else masks[0] & masks[1], bias

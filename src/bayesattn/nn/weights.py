@@ -1,0 +1,77 @@
+"""Bayesian weights for people with their own attention: any score tensor in, sampled weights out."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn import functional
+from bayesattn.config import AttentionConfig
+from bayesattn.nn._base import BayesianModule
+
+
+class BayesianWeights(BayesianModule):
+    """Use in place of the softmax: scores → sampled weights, with the KL recorded.
+
+    Args:
+        config: What is random.
+        key_dim: Features of a key of one head; needed for contextual priors.
+        num_heads: Heads of the scores; matters only for `prior_per_head`.
+
+    Example:
+        >>> softmax = BayesianWeights(AttentionConfig("BAM-WC"), key_dim=8)
+        >>> scores, keys = torch.randn(2, 4, 5, 7), torch.randn(2, 4, 7, 8)
+        >>> softmax(scores, keys).shape
+        torch.Size([2, 4, 5, 7])
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        *,
+        key_dim: int | None = None,
+        num_heads: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+
+    def log_prior(
+        self, keys: Float[Tensor, "b h n d"] | Float[Tensor, "b n d"], valid: Bool[Tensor, "..."] | None = None
+    ) -> Float[Tensor, "b h 1 n"] | None:
+        """Return ln Ψ of the keys if the next calls need it; compute it once where many steps share the keys."""
+        if self.bayes_prior is None or not self.needs_kl:
+            return None
+        keys = keys.unsqueeze(1) if keys.ndim == 3 else keys
+        return self.bayes_prior(keys, valid)
+
+    def forward(
+        self,
+        scores: Float[Tensor, "*bh m n"],
+        keys: Float[Tensor, "..."] | None = None,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        prior: Float[Tensor, "#b #h 1 n"] | None = None,
+    ) -> Float[Tensor, "*bh m n"]:
+        """Return the weights of one draw, or softmax(scores) in eval mode.
+
+        Args:
+            scores: Φ of any alignment function.
+            keys: Keys from which the contextual prior is computed; or give `prior`.
+            mask: True where a query may attend.
+            prior: ln Ψ from `log_prior`.
+        """
+        if prior is None and keys is not None:
+            valid = None if mask is None else _valid_keys(mask, scores)
+            prior = self.log_prior(keys, valid)
+        weights, kl = functional.attention_weights(
+            scores, config=self.config, prior=prior, mask=mask, sample=self.is_sampling, need_kl=self.needs_kl
+        )
+        return self._record(weights, kl)
+
+
+def _valid_keys(mask: Tensor, scores: Tensor) -> Bool[Tensor, "#b #h n"]:
+    full = mask.expand(mask.shape[:-1] + scores.shape[-1:])
+    if full.ndim == 3 and scores.ndim == 3:
+        full = full.unsqueeze(1)
+    return full.reshape((1,) * (4 - full.ndim) + full.shape).any(dim=-2)

@@ -1,0 +1,129 @@
+"""Counter-based noise: every draw is a function of (seed, batch, head, query index, key index).
+
+This file is the specification. Any backend that follows it reproduces the noise draw for draw, in any order
+and with any tiling, so backward passes, recomputation and other kernels see the same sample.
+
+    counter  c = (j div 8, i, h, b)           j key, i query, h head, b batch entry; each below 2^32
+    key          (seed mod 2^32, seed div 2^32)
+    words    w_0 … w_3 = Philox-4x32-7(c, key)                             Salmon et al. 2011
+    halves   r_{2t} = w_t mod 2^16,  r_{2t+1} = w_t div 2^16               eight 16-bit integers a call
+    uniform  u = (r_{j mod 8} + 1/2) / 2^16                                 in (0, 1), never 0 or 1
+    E        −ln u                                                          ~ Exp(1)
+    ε        keys 2t and 2t+1 share a word: R = √(−2 ln u_{2t}), θ = 2π u_{2t+1};
+             key 2t takes R cos θ, key 2t+1 takes R sin θ                   ~ N(0, 1), Box–Muller
+
+Sixteen bits a draw halve the generator's cost, and the error is far below what attention can see: the CDF is
+within 2^-17 of the exact one, E lies in [7.6e-6, 11.8] and |ε| ≤ 4.86. `tests/statistical` measures both.
+
+A seed is one 64-bit integer for the whole call, or one per batch entry. With one per entry the counter's
+batch word is 0, so an example draws the same noise wherever it stands in a batch.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int, Int16
+from torch import Tensor
+
+PHILOX_ROUNDS = 7
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+DRAWS_PER_CALL = 8
+
+_LOW_32 = 0xFFFFFFFF
+_LOW_16 = 0xFFFF
+_HALF_RANGE = 0x8000
+
+Seed = int | Int[Tensor, ""] | Int[Tensor, " b"]
+Shape4 = tuple[int, int, int, int]
+
+
+def draw_seed(device: torch.device | str = "cpu") -> Int[Tensor, ""]:
+    """Draw a 63-bit seed from torch's generator for `device`, so that `torch.manual_seed` governs it."""
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Return the four words of Philox-4x32-7 as int64 tensors with values below 2^32.
+
+    The arithmetic is on int64: the product of two 32-bit words wraps modulo 2^64, which leaves all 64 bits right,
+    and masking after the arithmetic shift drops the sign.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(PHILOX_ROUNDS):
+        product_0 = c0 * PHILOX_MULTIPLIERS[0]
+        product_1 = c2 * PHILOX_MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product_1 >> 32) & _LOW_32) ^ c1 ^ k0,
+            product_1 & _LOW_32,
+            ((product_0 >> 32) & _LOW_32) ^ c3 ^ k1,
+            product_0 & _LOW_32,
+        )
+        k0 = (k0 + PHILOX_WEYL[0]) & _LOW_32
+        k1 = (k1 + PHILOX_WEYL[1]) & _LOW_32
+    return [c0, c1, c2, c3]
+
+
+def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str) -> Int16[Tensor, "b h m n8"]:
+    """Return the 16-bit integers of every entry, shifted by −2^15 to fit int16; the last axis is padded to eights."""
+    b, h, m, n = shape
+    seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
+    per_example = seed.ndim == 1
+    if per_example and seed.shape[0] != b:
+        raise ValueError(f"seed has {seed.shape[0]} entries; allowed: one integer, or one per batch entry ({b})")
+
+    def axis(length: int, position: int) -> Tensor:
+        view = [1, 1, 1, 1]
+        view[position] = length
+        return torch.arange(length, device=device).view(view)
+
+    calls = -(-n // DRAWS_PER_CALL)
+    batch = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device) if per_example else axis(b, 0)
+    seed = seed.view(-1, 1, 1, 1)
+    words = philox(
+        (axis(calls, 3), axis(m, 2), axis(h, 1), batch),
+        (seed & _LOW_32, (seed >> 32) & _LOW_32),
+    )
+    halves = torch.stack([half - _HALF_RANGE for word in words for half in (word & _LOW_16, word >> 16)], dim=-1)
+    return halves.to(torch.int16).expand(b, h, m, calls, DRAWS_PER_CALL).flatten(-2)
+
+
+def generator_halves(shape: Shape4, device: torch.device | str) -> Int16[Tensor, "b h m n"]:
+    """Draw the same kind of integers from torch's generator: 20 times faster on a CPU, for calls without a seed."""
+    numel = math.prod(shape)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-numel // 4),), dtype=torch.int64, device=device)
+    return words.view(torch.int16)[:numel].view(shape)
+
+
+def to_uniform(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Return u = (r + 1/2) / 2^16 from the shifted integers."""
+    return halves.to(dtype).add_(_HALF_RANGE + 0.5).mul_(2.0**-16)
+
+
+def exponential(
+    seed: Seed | None, shape: Shape4, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "b h m n"]:
+    """Return E ~ Exp(1) for every entry; strictly positive, so its logarithm is finite.
+
+    Args:
+        seed: Seed of the counter-based draw, or None to draw from torch's generator.
+        shape: Batch, heads, queries, keys.
+        device: Where the draws are made.
+        dtype: Type of the result; the random integers do not depend on it.
+    """
+    halves = generator_halves(shape, device) if seed is None else counter_halves(seed, shape, device)
+    return to_uniform(halves[..., : shape[-1]], dtype).log_().neg_()
+
+
+def normal(
+    seed: Seed | None, shape: Shape4, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "b h m n"]:
+    """Return ε ~ N(0, 1) for every entry, two by Box–Muller from each word; arguments as for `exponential`."""
+    if seed is None:
+        # torch's own sampler is exact and faster; there is no seed whose draws it would have to match
+        return torch.randn(shape, device=device, dtype=dtype)
+    pairs = to_uniform(counter_halves(seed, shape, device), dtype).unflatten(-1, (-1, 2))
+    radius, angle = torch.sqrt(-2.0 * torch.log(pairs[..., 0])), 2.0 * math.pi * pairs[..., 1]
+    draws = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
+    return draws.flatten(-2)[..., : shape[-1]]

@@ -1,0 +1,111 @@
+"""The evidence lower bound as a loss, and the schedules of its KL weight (Eq. 5 and Algorithm 1)."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from bayesattn import _checks
+
+ScheduleKind = Literal["constant", "sigmoid", "linear", "cyclic"]
+
+
+class ELBO(NamedTuple):
+    """The loss to differentiate, and its two parts for logging."""
+
+    loss: Tensor
+    nll: Tensor
+    kl: Tensor
+
+
+def elbo(
+    nll: Float[Tensor, ""],
+    kl: Float[Tensor, ""],
+    *,
+    kl_weight: float = 1.0,
+    labels_per_example: float = 1.0,
+    accumulation_steps: int = 1,
+) -> ELBO:
+    """Return the negative ELBO per label (Eq. 5), so that the KL weighs the same at every batch size.
+
+        loss = (NLL + λ_t · KL / labels_per_example) / accumulation_steps
+
+    Both terms are averages: `nll` over the labels of the batch, `kl` over its examples, as `KLScope.total()` gives it.
+    Neither grows with the batch, so no dataset size enters. Where an example carries many labels, one KL is shared
+    among them, and `labels_per_example` says by how many: 140 for one graph with 140 labelled nodes, the mean target
+    length where the NLL is a mean over tokens, 1 where each example has one label.
+
+    Args:
+        nll: Negative log-likelihood, averaged over labels.
+        kl: KL of one example.
+        kl_weight: λ_t, usually from a `KLSchedule`. At 0 the term stays in the graph, multiplied by 0, so that every
+            prior parameter still gets a gradient (DDP insists).
+        labels_per_example: Labels that share one example's KL.
+        accumulation_steps: Micro-batches per optimiser step; each loss is divided by it.
+    """
+    if nll.ndim or kl.ndim:
+        raise ValueError(f"nll, kl have shapes {tuple(nll.shape)}, {tuple(kl.shape)}; allowed: two scalars")
+    if not (0.0 <= kl_weight < math.inf):
+        raise ValueError(f"kl_weight is {kl_weight!r}; allowed: a finite number of at least 0")
+    if not (0.0 < labels_per_example < math.inf):
+        raise ValueError(f"labels_per_example is {labels_per_example!r}; allowed: a finite number above 0")
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps is {accumulation_steps!r}; allowed: an integer of at least 1")
+    loss = (nll + kl * (kl_weight / labels_per_example)) / accumulation_steps
+    return ELBO(loss, nll.detach(), kl.detach())
+
+
+@dataclass(frozen=True)
+class KLSchedule:
+    """KL weight λ_t as a function of the step: `schedule(step)`.
+
+        constant  final                      sigmoid  final · σ(ρ t), the paper's; starts at final/2
+        linear    final · min(t/period, 1)   cyclic   linear over the first half of each period, then `final`
+
+    Args:
+        kind: One of the four.
+        anneal_rate: ρ of the sigmoid.
+        anneal_unit: What t counts: optimiser steps (Algorithm 1) or epochs (the authors' code).
+        steps_per_epoch: Needed when `anneal_unit` is `epoch`.
+        period: Length of the ramp (linear) or of a cycle (cyclic), in units of t.
+        final: Largest weight.
+
+    Example:
+        >>> schedule = KLSchedule("sigmoid", anneal_rate=0.2)
+        >>> schedule(0), round(schedule(10), 4), schedule(10**6)
+        (0.5, 0.8808, 1.0)
+    """
+
+    kind: ScheduleKind = "constant"
+    anneal_rate: float = 1.0
+    anneal_unit: Literal["step", "epoch"] = "step"
+    steps_per_epoch: int | None = None
+    period: float = 1.0
+    final: float = 1.0
+
+    def __post_init__(self) -> None:
+        _checks.choice("kind", self.kind, ("constant", "sigmoid", "linear", "cyclic"))
+        _checks.choice("anneal_unit", self.anneal_unit, ("step", "epoch"))
+        if self.anneal_unit == "epoch" and (self.steps_per_epoch is None or self.steps_per_epoch < 1):
+            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch!r}; allowed with anneal_unit='epoch': at least 1")
+        for name in ("anneal_rate", "period"):
+            if not (0.0 < getattr(self, name) < math.inf):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number above 0")
+        if not (0.0 <= self.final < math.inf):
+            raise ValueError(f"final is {self.final!r}; allowed: a finite number of at least 0")
+
+    def __call__(self, step: int) -> float:
+        """Return λ at optimiser step `step`, counted from 0."""
+        if step < 0:
+            raise ValueError(f"step is {step!r}; allowed: at least 0")
+        t = step // self.steps_per_epoch if self.anneal_unit == "epoch" and self.steps_per_epoch else step
+        if self.kind == "sigmoid":
+            # exp of a negative number only: the textbook form overflows at ρt = 710
+            return self.final / (1.0 + math.exp(-self.anneal_rate * t))
+        if self.kind == "linear":
+            return self.final * min(t / self.period, 1.0)
+        if self.kind == "cyclic":
+            return self.final * min(2.0 * (t % self.period) / self.period, 1.0)
+        return self.final

@@ -1,0 +1,1 @@
+"""Dense stochastic attention."""

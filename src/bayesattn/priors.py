@@ -1,0 +1,87 @@
+"""The contextual prior (Sec. 3.3): one weight per key, from the key itself, shared by all queries.
+
+    Ψ = softmax_j(F₂(relu(F₁(K_j))))
+
+The paper indexes α and μ by the query i; Ψ has one row per key, so j is meant. A fixed prior has no parameters and
+needs no module: it is `gamma_alpha` or `mu_p` of the config.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from bayesattn.config import AttentionConfig
+
+
+def contextual_log_prior(
+    logits: Float[Tensor, "b h n"], valid: Bool[Tensor, "#b #h n"] | None = None
+) -> Float[Tensor, "b h 1 n"]:
+    """Return ln Ψ, a log-softmax over the valid keys, in float32 or better.
+
+    A key that is not valid gets −inf; where none is valid all entries are 0 (and count nowhere).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if valid is None:
+        return torch.log_softmax(logits, dim=-1).unsqueeze(-2)
+    some = valid.any(dim=-1, keepdim=True)
+    shut = torch.zeros((), dtype=logits.dtype, device=logits.device).masked_fill(some, -math.inf)
+    log_prior = torch.log_softmax(torch.where(valid, logits, shut), dim=-1)
+    return torch.where(some, log_prior, 0.0).unsqueeze(-2)
+
+
+class ContextualPrior(nn.Module):
+    """Two linear layers with a ReLU between them, from a key's features to its prior logit.
+
+    Args:
+        key_dim: Features of a key (of one head).
+        num_heads: Heads of the keys.
+        config: Uses `prior_hidden_dim`, `prior_per_head` and `detach_keys`.
+    """
+
+    def __init__(
+        self,
+        key_dim: int,
+        num_heads: int,
+        config: AttentionConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if key_dim < 1 or num_heads < 1:
+            raise ValueError(f"key_dim, num_heads are {key_dim}, {num_heads}; allowed: integers of at least 1")
+        self.num_networks = num_heads if config.prior_per_head else 1
+        self.detach_keys = config.detach_keys
+        hidden, options = config.prior_hidden_dim, {"device": device, "dtype": dtype}
+        self.weight_in = nn.Parameter(torch.empty(self.num_networks, key_dim, hidden, **options))
+        self.bias_in = nn.Parameter(torch.empty(self.num_networks, 1, hidden, **options))
+        self.weight_out = nn.Parameter(torch.empty(self.num_networks, hidden, 1, **options))
+        # cancels in the softmax; kept because the paper's network, and so its parameter count, has it
+        self.bias_out = nn.Parameter(torch.empty(self.num_networks, 1, 1, **options))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """He initialisation for the ReLU layer, zero biases, as the authors' graph code has it."""
+        nn.init.normal_(self.weight_in, std=math.sqrt(2.0 / self.weight_in.shape[1]))
+        nn.init.zeros_(self.bias_in)
+        nn.init.zeros_(self.bias_out)
+        nn.init.normal_(self.weight_out, std=math.sqrt(1.0 / self.weight_out.shape[1]))
+
+    def forward(
+        self, key: Float[Tensor, "b h n d"], valid: Bool[Tensor, "#b #h n"] | None = None
+    ) -> Float[Tensor, "b h 1 n"]:
+        """Return ln Ψ of every key.
+
+        Args:
+            key: Keys, split into heads.
+            valid: Keys that at least one query may attend to; None means all.
+        """
+        key = key.detach() if self.detach_keys else key
+        hidden = torch.relu(key.to(self.weight_in.dtype) @ self.weight_in + self.bias_in)
+        return contextual_log_prior((hidden @ self.weight_out + self.bias_out).squeeze(-1), valid)
+
+    def extra_repr(self) -> str:
+        """Show sizes in `print(model)`."""
+        _, key_dim, hidden = self.weight_in.shape
+        return f"key_dim={key_dim}, hidden_dim={hidden}, networks={self.num_networks}"

@@ -1,0 +1,197 @@
+"""Collect the KL of every attention call inside a scope, with gradients that survive activation checkpointing.
+
+    with record_kl() as kl:
+        loss = model(x).loss
+    loss = loss + kl_weight * kl.total()
+
+One entry per *call*: ALBERT runs one module twelve times, a decoder once a step. Without a scope modules skip the KL
+altogether.
+
+Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant checkpointing is the exception: it runs
+the forward without a graph and again, with one, during the backward pass, when the scope is long closed. For such
+entries `total()` returns a value whose backward notes the gradient it receives (that is, the KL weight), and the
+recomputed call hangs its KL onto its output with an identity that adds this gradient (`_Carry`). If the
+recomputation never comes, the KL would silently count for nothing: that raises.
+
+Non-reentrant checkpointing needs less: its recomputation only has to compute the KL again wherever the forward did,
+so that both save the same tensors. Live scopes remember which modules recorded into them (`_live`).
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_local = threading.local()
+
+# backward pass (graph task) → the scope whose reentrant entries it has to recompute
+_replaying: dict[int, "KLScope"] = {}
+_live: "weakref.WeakSet[KLScope]" = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class KLScope:
+    """The KLs recorded inside one `record_kl()` block."""
+
+    _names: list[str] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _modules: set[int] = field(default_factory=set)
+    _is_read: bool = False
+    # entries recorded without a graph, still to be recomputed in backward, and the KL weight to give them
+    _num_detached: int = 0
+    _num_carried: int = 0
+    _weight: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """Return the KL of one example: summed over calls, averaged over the batch. May be read once.
+
+        Raises:
+            RuntimeError: The scope was read before, or nothing was recorded.
+        """
+        if self._is_read:
+            raise RuntimeError("kl.total() was read before: the KL would count twice; use kl.per_layer() for logging")
+        if not self._values:
+            raise RuntimeError(
+                "nothing was recorded: the model ran no Bayesian attention with a KL inside this record_kl() scope, "
+                "or it ran outside of it"
+            )
+        self._is_read = True
+        terms = [value.mean() for value in self._values if value.requires_grad]
+        detached = [value.mean() for value in self._values if not value.requires_grad]
+        self._num_detached = len(detached)
+        if detached and torch.is_grad_enabled():
+            anchor = torch.zeros((), device=detached[0].device, requires_grad=True)
+            terms.append(_NoteWeight.apply(anchor, _sum(detached), self))
+        else:
+            terms += detached
+        return _sum(terms)
+
+    def per_layer(self) -> dict[str, Tensor]:
+        """Return the KL of each module, summed over its calls and averaged over the batch; for logging, no gradient."""
+        layers: dict[str, Tensor] = {}
+        for name, value in zip(self._names, self._values, strict=True):
+            mean = value.detach().mean()
+            layers[name] = layers[name] + mean if name in layers else mean
+        return layers
+
+    def per_call(self) -> list[tuple[str, Tensor]]:
+        """Return (module name, KL per example) of every call in order; for logging, no gradient."""
+        return [(name, value.detach()) for name, value in zip(self._names, self._values, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@contextmanager
+def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
+    """Open a scope that collects the KL of every Bayesian attention call in this thread. Scopes do not nest.
+
+    Args:
+        model: Gives the entries the names that the modules have in it; otherwise they go by their class.
+    """
+    if _active_scope() is not None:
+        raise RuntimeError("record_kl() inside record_kl(): every KL would count twice; use one scope for the whole step")
+    for name, module in model.named_modules() if model is not None else ():
+        if hasattr(module, "kl_name"):
+            setattr(module, "kl_name", name)  # noqa: B010  (not every module has one)
+    scope = KLScope()
+    _live.add(scope)
+    _local.scope = scope
+    try:
+        yield scope
+    finally:
+        _local.scope = None
+
+
+def is_recording(module: torch.nn.Module) -> bool:
+    """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call."""
+    if _in_backward():
+        return _replayed_scope() is not None or any(id(module) in scope._modules for scope in list(_live))
+    return _active_scope() is not None
+
+
+def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
+    """Add one call's KL to the open scope and return `output`, which carries the gradient where it must.
+
+    Args:
+        output: The attention output; always use the returned tensor in its place.
+        kl: KL of each example.
+        module: Who made the call; its `kl_name` names the entry.
+    """
+    if _in_backward():
+        # recorded in the forward pass; a scope that is still open must not see it twice
+        scope = _replayed_scope()
+        return output if scope is None else _Carry.apply(output, kl, scope)
+    scope = _active_scope()
+    if scope is not None:
+        scope._names.append(str(module.kl_name))
+        scope._values.append(kl)
+        if not torch.compiler.is_compiling():
+            scope._modules.add(id(module))
+    return output
+
+
+def _active_scope() -> KLScope | None:
+    return getattr(_local, "scope", None)
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _replayed_scope() -> KLScope | None:
+    return _replaying.get(torch._C._current_graph_task_id())
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack([value.to(values[0].device) for value in values]).sum()
+
+
+class _NoteWeight(torch.autograd.Function):
+    """Identity on the value; its backward runs before the layers' and opens the scope for their recomputation."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, value: Tensor, scope: KLScope) -> Tensor:
+        ctx.scope = scope
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        scope, task = ctx.scope, torch._C._current_graph_task_id()
+        scope._weight = grad
+        _replaying[task] = scope
+
+        def close() -> None:
+            _replaying.pop(task, None)
+            if scope._num_carried != scope._num_detached:
+                raise RuntimeError(
+                    f"{scope._num_detached - scope._num_carried} of {scope._num_detached} recorded KLs lost their gradient: "
+                    "they were computed under torch.no_grad() and no backward pass recomputed them. Record the KL with "
+                    "gradients on, or with one level of checkpoint(..., use_reentrant=True or False)"
+                )
+
+        torch.autograd.Variable._execution_engine.queue_callback(close)
+        return None, None, None
+
+
+class _Carry(torch.autograd.Function):
+    """Identity on the output that adds the noted KL weight to the gradient of the recomputed KL."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, kl: Tensor, scope: KLScope) -> Tensor:
+        ctx.scope, ctx.kl_shape, ctx.kl_dtype = scope, kl.shape, kl.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        scope = ctx.scope
+        scope._num_carried += 1
+        weight = scope._weight.to(device=grad_output.device, dtype=ctx.kl_dtype)
+        return grad_output, (weight / max(ctx.kl_shape.numel(), 1)).expand(ctx.kl_shape), None
