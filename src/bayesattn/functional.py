@@ -4,7 +4,7 @@ Every module, layer and adapter of the library calls these two. They check their
 softmax and KL are float32 or better) and choose a backend; the mathematics is in `ops/attention`.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,12 @@ from torch import Tensor
 from bayesattn import _checks
 from bayesattn.config import AttentionConfig
 from bayesattn.noise import Seed
-from bayesattn.ops.attention import reference
+from bayesattn.ops.attention import blocked, reference
+from bayesattn.ops.attention.kl import kl_from_scores
+from bayesattn.ops.attention.masking import masked_softmax
 
-Backend = Literal["auto", "reference", "triton"]
+Backend = Literal["auto", "reference", "blocked", "triton"]
+BACKENDS = get_args(Backend)
 
 
 def attention_weights(
@@ -75,7 +78,7 @@ def attention_weights(
         if sample and config.is_stochastic:
             weights = reference.sample_weights(full, mask, seed, config)
         else:
-            weights = reference.masked_softmax(full, mask)
+            weights = masked_softmax(full, mask)
         kl = _kl(full, prior, mask, config) if need_kl else None
     return weights.to(scores.dtype).reshape(shape), kl
 
@@ -131,26 +134,23 @@ def attention(
     prior = _checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
     _checks.bias(bias, shape)
     _checks.probability("dropout_p", dropout_p)
-    _checks.choice("backend", backend, ("auto", "reference", "triton"))
-    if backend == "triton":
-        raise ValueError("backend is 'triton'; this version ships no Triton kernels: use 'auto' or 'reference'")
+    _checks.choice("backend", backend, BACKENDS)
     if check_finite:
         _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=mask)
     if sample and config.is_stochastic:
+        wants_kl = need_kl and config.has_kl
+        options = {
+            "config": config,
+            "log_prior": prior,
+            "mask": _with_causal(mask, is_causal, shape, query.device),
+            "scale": _scale(query, scale),
+            "need_kl": wants_kl,
+        }
         with torch.autocast(query.device.type, enabled=False):
-            output, kl = reference.attention(
-                query,
-                key,
-                value,
-                config=config,
-                log_prior=prior,
-                mask=_with_causal(mask, is_causal, shape, query.device),
-                bias=bias,
-                scale=_scale(query, scale),
-                seed=seed,
-                dropout_p=dropout_p,
-                need_kl=need_kl and config.has_kl,
-            )
+            if _choose(backend, blocked.unsupported(query, config, bias, seed, dropout_p, wants_kl)) == "blocked":
+                output, kl = blocked.attention(query, key, value, **options)
+            else:
+                output, kl = reference.attention(query, key, value, bias=bias, seed=seed, dropout_p=dropout_p, **options)
         return output, _zeros_like_kl(query) if need_kl and kl is None else kl
     kl = None
     if need_kl:
@@ -158,6 +158,18 @@ def attention(
             scores = reference.dot_product_scores(query, key, scale=_scale(query, scale), bias=bias)
             kl = _kl(scores, prior, _with_causal(mask, is_causal, shape, query.device), config)
     return _mean_attention(query, key, value, mask, bias, is_causal, dropout_p, scale), kl
+
+
+def _choose(backend: Backend, why_not_blocked: str) -> Backend:
+    """Return the backend that runs a sampled call; one asked for by name runs or raises, it is never exchanged."""
+    if backend == "triton":
+        raise ValueError("backend is 'triton'; this version ships no Triton kernels: use 'auto' or 'reference'")
+    if backend == "blocked" and why_not_blocked:
+        raise ValueError(f"backend is 'blocked', but {why_not_blocked}; allowed here: 'auto' or 'reference'")
+    # the compiler fuses the plain version, and could only unroll the loop over blocks
+    if backend == "auto":
+        return "reference" if why_not_blocked or torch.compiler.is_compiling() else "blocked"
+    return backend
 
 
 def _mean_attention(
@@ -195,7 +207,7 @@ def _scale(query: Tensor, scale: float | None) -> float:
 
 
 def _kl(scores: Tensor, prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:
-    return reference.kl_per_example(scores, prior, mask, config) if config.has_kl else _zeros_like_kl(scores)
+    return kl_from_scores(scores, prior, mask, config) if config.has_kl else _zeros_like_kl(scores)
 
 
 def _zeros_like_kl(like: Tensor) -> Tensor:
