@@ -27,7 +27,7 @@ def probability(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: at least 0 and below 1")
 
 
-def query_key_value(query: Tensor, key: Tensor, value: Tensor) -> Shape:
+def query_key_value(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int, int]:
     """Check the three inputs of dot-product attention against each other and return (b, h, m, n)."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         floating(name, tensor)

@@ -16,7 +16,8 @@ from bayesattn.config import AttentionConfig
 from bayesattn.noise import Seed
 from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
-from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.ops.attention.masking import Allowed, masked_softmax
+from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)
@@ -130,24 +131,26 @@ def attention(
         ValueError: An argument has a wrong type, shape or value.
     """
     shape = _checks.query_key_value(query, key, value)
-    mask = _checks.mask(mask, shape)
+    allowed = Allowed(_checks.mask(mask, shape), is_causal, shape)
     prior = _checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
     _checks.bias(bias, shape)
     _checks.probability("dropout_p", dropout_p)
     _checks.choice("backend", backend, BACKENDS)
     if check_finite:
-        _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=mask)
+        _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=allowed.mask)
     if sample and config.is_stochastic:
         wants_kl = need_kl and config.has_kl
-        options = {
-            "config": config,
-            "log_prior": prior,
-            "mask": _with_causal(mask, is_causal, shape, query.device),
-            "scale": _scale(query, scale),
-            "need_kl": wants_kl,
-        }
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        call = Call(query, key, value, config, bias, factor, seed, dropout_p, wants_kl)
+        chosen = _choose(backend, call)
+        options = {"config": config, "log_prior": prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
         with torch.autocast(query.device.type, enabled=False):
-            if _choose(backend, blocked.unsupported(query, config, bias, seed, dropout_p, wants_kl)) == "blocked":
+            if chosen == "triton":
+                # only now: a machine without a GPU need not have triton
+                from bayesattn.ops.attention import triton
+
+                output, kl = triton.attention(query, key, value, seed=seed, **options)
+            elif chosen == "blocked":
                 output, kl = blocked.attention(query, key, value, **options)
             else:
                 output, kl = reference.attention(query, key, value, bias=bias, seed=seed, dropout_p=dropout_p, **options)
@@ -155,20 +158,22 @@ def attention(
     kl = None
     if need_kl:
         with torch.autocast(query.device.type, enabled=False):
-            scores = reference.dot_product_scores(query, key, scale=_scale(query, scale), bias=bias)
-            kl = _kl(scores, prior, _with_causal(mask, is_causal, shape, query.device), config)
-    return _mean_attention(query, key, value, mask, bias, is_causal, dropout_p, scale), kl
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            scores = reference.dot_product_scores(query, key, scale=factor, bias=bias)
+            kl = _kl(scores, prior, allowed.dense(query.device), config)
+    return _mean_attention(query, key, value, allowed, bias, dropout_p, scale), kl
 
 
-def _choose(backend: Backend, why_not_blocked: str) -> Backend:
+def _choose(backend: Backend, call: Call) -> Backend:
     """Return the backend that runs a sampled call; one asked for by name runs or raises, it is never exchanged."""
-    if backend == "triton":
-        raise ValueError("backend is 'triton'; this version ships no Triton kernels: use 'auto' or 'reference'")
-    if backend == "blocked" and why_not_blocked:
-        raise ValueError(f"backend is 'blocked', but {why_not_blocked}; allowed here: 'auto' or 'reference'")
-    # the compiler fuses the plain version, and could only unroll the loop over blocks
     if backend == "auto":
-        return "reference" if why_not_blocked or torch.compiler.is_compiling() else "blocked"
+        if call.query.device.type == "cuda":
+            return "reference" if why_not_triton(call) else "triton"
+        # the compiler fuses the plain version, and could only unroll the loop over blocks
+        return "reference" if torch.compiler.is_compiling() or why_not_blocked(call) else "blocked"
+    reason = {"triton": why_not_triton, "blocked": why_not_blocked}.get(backend, lambda _: "")(call)
+    if reason:
+        raise ValueError(f"backend is {backend!r}, but {reason}; allowed here: 'auto' or 'reference'")
     return backend
 
 
@@ -176,16 +181,15 @@ def _mean_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    allowed: Allowed,
     bias: Tensor | None,
-    is_causal: bool,
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
     """Call torch's attention with the arguments a user would have given it, so that its own backend choice holds."""
+    mask, is_causal = allowed.mask, allowed.is_causal
     if is_causal and (mask is not None or bias is not None):
-        mask = _with_causal(mask, True, (*query.shape[:3], key.shape[2]), query.device)
-        is_causal = False
+        mask, is_causal = allowed.dense(query.device), False
     if bias is not None and mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
     attn_mask = mask if bias is None else bias
@@ -193,17 +197,6 @@ def _mean_attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-
-
-def _with_causal(mask: Tensor | None, is_causal: bool, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-    if not is_causal:
-        return mask
-    causal = torch.ones(shape[-2:], dtype=torch.bool, device=device).tril()[None, None]
-    return causal if mask is None else mask & causal
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _kl(scores: Tensor, prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:

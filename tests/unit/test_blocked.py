@@ -8,7 +8,7 @@ from bayesattn import noise
 from bayesattn.functional import attention
 from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
-from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.ops.attention.masking import Allowed, masked_softmax
 
 B, H, HK, M, N, D, DV = 2, 6, 3, 37, 53, 11, 7
 
@@ -22,12 +22,15 @@ def make_mask(kind: str) -> torch.Tensor | None:
         mask = torch.rand(B, H, M, N) > 0.3
         mask[0, 1, 3] = False
         return mask
-    return torch.ones(M, N, dtype=torch.bool).tril()[None, None] if kind == "causal" else None
+    return None
 
 
 @pytest.mark.parametrize("block_entries", [blocked.BLOCK_ENTRIES, 600, 1])
 @pytest.mark.parametrize("mask_kind", ["none", "key padding", "arbitrary", "causal"])
-@pytest.mark.parametrize(("variant", "preset"), [("BAM-WC", "paper"), ("BAM-WC", "default"), ("BAM-WF", "paper"), ("BAM-NOKL", "paper")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variant", "preset"),
+    [("BAM-WC", "paper"), ("BAM-WC", "default"), ("BAM-WF", "paper"), ("BAM-NOKL", "paper")],
+)
 def test_equals_reference_with_the_same_noise(monkeypatch, variant, preset, mask_kind, block_entries):
     monkeypatch.setattr(blocked, "BLOCK_ENTRIES", block_entries)
     config = ba.AttentionConfig(variant, preset=preset, weibull_k=2.0, gamma_beta=0.3, gamma_alpha=0.7)
@@ -40,12 +43,13 @@ def test_equals_reference_with_the_same_noise(monkeypatch, variant, preset, mask
     log_prior = None
     if config.prior_kind == "contextual":
         log_prior = torch.randn(B, H, 1, N, dtype=torch.float64).log_softmax(-1).requires_grad_()
-    mask, scale = make_mask(mask_kind), 0.4
+    allowed, scale = Allowed(make_mask(mask_kind), mask_kind == "causal", (B, H, M, N)), 0.4
+    mask = allowed.dense(query.device)
 
     drawn = []
     draw = noise.log_noise
     monkeypatch.setattr(noise, "log_noise", lambda *args, **kwargs: drawn.append(draw(*args, **kwargs)) or drawn[-1].clone())
-    options = {"config": config, "log_prior": log_prior, "mask": mask, "scale": scale, "need_kl": config.has_kl}
+    options = {"config": config, "log_prior": log_prior, "allowed": allowed, "scale": scale, "need_kl": config.has_kl}
     output, kl = blocked.attention(query, key, value, **options)
     log_noise = torch.cat([block.flatten() for block in drawn]).view(B, H, M, N)
 

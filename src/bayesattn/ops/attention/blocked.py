@@ -10,37 +10,18 @@ The function returns the output and the log-sum-exp of the clean scores, which i
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import weibull_kl
-from bayesattn.ops.attention.masking import masked_logsumexp, masked_softmax
+from bayesattn.ops.attention.masking import Allowed, masked_logsumexp, masked_softmax
 from bayesattn.ops.attention.reference import expand_heads
 
 # entries of a block; two float32 arrays of this size fit a 2 MiB second-level cache (measured best of 2^16 … 2^22)
 BLOCK_ENTRIES = 2**18
-
-
-def unsupported(
-    query: Tensor, config: AttentionConfig, bias: Tensor | None, seed: object, dropout_p: float, need_kl: bool
-) -> str:
-    """Return why this backend cannot run a call, or an empty string."""
-    if query.device.type != "cpu":
-        return f"the tensors are on {query.device.type}, not on the CPU"
-    if query.dtype not in (torch.float32, torch.float64):
-        return f"the inputs are {query.dtype}, not float32 or float64"
-    if bias is not None:
-        return "it takes no additive bias"
-    if seed is not None:
-        return "it draws from torch's generator and takes no seed"
-    if dropout_p > 0.0:
-        return "it has no dropout"
-    if need_kl and config.family != "weibull":
-        return "it has no lognormal KL"
-    return ""
 
 
 def attention(
@@ -50,33 +31,24 @@ def attention(
     *,
     config: AttentionConfig,
     log_prior: Float[Tensor, "#b #h 1 n"] | None,
-    mask: Bool[Tensor, "#b #h #m n"] | None,
+    allowed: Allowed,
     scale: float,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
     """Return O = W V for one draw from torch's generator, and the KL of each example if `need_kl`."""
-    b, h, m, n = *query.shape[:3], key.shape[2]
+    b, h, m, n = allowed.shape
     key, value = expand_heads(key, h), expand_heads(value, h)
-    flat_mask = None
+    mask = allowed.dense(query.device)
     if mask is not None:
-        flat_mask = mask.expand(b, h, mask.shape[2], n).reshape(b * h, mask.shape[2], n)
-    output, lse = _BlockedAttention.apply(
-        query.reshape(b * h, m, -1), key.reshape(b * h, n, -1), value.reshape(b * h, n, -1), flat_mask,
-        config, scale, int(noise.draw_seed()), need_kl,
-    )  # fmt: skip
+        mask = mask.expand(b, h, mask.shape[2], n).reshape(b * h, mask.shape[2], n)
+    flat = (x.reshape(b * h, *x.shape[2:]) for x in (query, key, value))
+    output, lse = _BlockedAttention.apply(*flat, mask, config, scale, int(noise.draw_seed()), need_kl)
     kl = None
     if need_kl:
-        column_sums = _column_sums(query, key, mask, scale)
-        kl = weibull_kl(column_sums, lse.view(b, h, m), log_prior, mask, config)
+        # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
+        column_sums = (key * (allowed.sum_over_queries(query) * scale)).sum(dim=-1).unsqueeze(-2)
+        kl = weibull_kl(column_sums, lse.view(b, h, m), log_prior, allowed, config)
     return output.view(b, h, m, -1), kl
-
-
-def _column_sums(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Float[Tensor, "b h 1 n"]:
-    """Return Σ_i Φ_ij = scale · (Σ_i q_i)·k_j over the queries that may attend to key j, without the scores."""
-    if mask is None or mask.shape[-2] == 1:
-        sums = (key * (query.sum(dim=-2, keepdim=True) * scale)).sum(dim=-1).unsqueeze(-2)
-        return sums if mask is None else sums.masked_fill(~mask, 0.0)
-    return (key * (mask.to(query.dtype).transpose(-2, -1) @ (query * scale))).sum(dim=-1).unsqueeze(-2)
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
-from bayesattn.ops.attention.masking import masked_logsumexp
+from bayesattn.ops.attention.masking import Allowed, masked_logsumexp
 
 Mask = Bool[Tensor, "#b #h #m n"] | None
 
@@ -39,58 +39,72 @@ def kl_from_scores(
         mask: Which entries exist.
         config: Family, prior and conventions.
     """
+    b, h, m, n = scores.shape
+    allowed = Allowed(mask, False, (b, h, m, n))
     if mask is not None:
         scores = scores.masked_fill(~mask, 0.0)
     needs_lse = config.family == "weibull" or config.score_form == "log_softmax"
     lse = masked_logsumexp(scores, mask) if needs_lse else None
     if config.family == "weibull":
-        return weibull_kl(scores.sum(dim=-2, keepdim=True), lse, log_prior, mask, config)
-    return _lognormal_kl(scores, lse, log_prior, mask, config)
+        return weibull_kl(scores.sum(dim=-2, keepdim=True), lse, log_prior, allowed, config)
+    # subtracting the LSE entry by entry, not from the sums, keeps every digit
+    phi = scores if lse is None else scores - lse.unsqueeze(-1)
+    deviation = phi - lognormal_location(log_prior, allowed, config)
+    if mask is not None:
+        deviation = deviation.masked_fill(~mask, 0.0)
+    return lognormal_kl(deviation.sum(dim=-1), deviation.square().sum(dim=-1), None, allowed, config)
 
 
 def weibull_kl(
     column_sums: Float[Tensor, "b h 1 n"],
     lse: Float[Tensor, "b h m"],
     log_prior: Float[Tensor, "#b #h 1 n"] | None,
-    mask: Mask,
+    allowed: Allowed,
     config: AttentionConfig,
 ) -> Float[Tensor, " b"]:
     """Return the Weibull KL of each example from the raw scores' sum over each key's queries and LSE of each row."""
-    m, n = lse.shape[-1], column_sums.shape[-1]
     if log_prior is None:
-        log_alpha = column_sums.new_full((1, 1, 1, n), math.log(config.gamma_alpha))
+        log_alpha = column_sums.new_full((1, 1, 1, column_sums.shape[-1]), math.log(config.gamma_alpha))
     else:
-        log_alpha = _zero_where_unused(log_prior, mask)
+        log_alpha = _zero_where_unused(log_prior, allowed)
         log_alpha = log_alpha + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
     alpha = torch.exp(log_alpha)
     key_term = weibull_gamma_key_term(log_alpha, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
-    entries = _queries_per_key(mask, m, lse.dtype) * key_term - alpha * column_sums
+    entries = allowed.queries_per_key(lse) * key_term - alpha * column_sums
     if config.score_form == "raw":
         rows = capped_exp(lse + math.log(config.gamma_beta))
     else:
-        row_alpha = alpha.sum(dim=-1) if mask is None else (alpha * mask).sum(dim=-1)
-        rows = config.gamma_beta + lse * row_alpha
-    if mask is not None:
-        rows = rows.masked_fill(~mask.any(dim=-1), 0.0)
-    kl = entries.expand_as(column_sums).flatten(1).sum(dim=-1) + rows.flatten(1).sum(dim=-1)
-    return _reduce(kl, (lse.shape[1], m, n), mask, config)
+        rows = config.gamma_beta + lse * allowed.sum_over_keys(alpha)
+    return _reduce(entries.expand_as(column_sums).flatten(1).sum(dim=-1) + _sum_rows(rows, allowed), allowed, config)
 
 
-def _lognormal_kl(
-    scores: Tensor, lse: Tensor | None, log_prior: Tensor | None, mask: Mask, config: AttentionConfig
-) -> Tensor:
-    _, h, m, n = scores.shape
-    mu_p = config.mu_p
-    if log_prior is not None:
-        log_prior = _zero_where_unused(log_prior, mask)
-        mu_p = log_prior if config.mu_form == "log_psi" else torch.exp(log_prior)
-    phi = scores if lse is None else scores - lse.unsqueeze(-1)
-    half_squares = 0.5 * ((phi - 0.5 * config.sigma_q**2 - mu_p) / config.sigma_p).square()
-    if mask is not None:
-        half_squares = half_squares.masked_fill(~mask, 0.0)
+def lognormal_location(
+    log_prior: Float[Tensor, "#b #h 1 n"] | None, allowed: Allowed, config: AttentionConfig
+) -> Float[Tensor, "#b #h 1 n"] | float:
+    """Return μ_p of each key."""
+    if log_prior is None:
+        return config.mu_p
+    log_prior = _zero_where_unused(log_prior, allowed)
+    return log_prior if config.mu_form == "log_psi" else torch.exp(log_prior)
+
+
+def lognormal_kl(
+    first: Float[Tensor, "b h m"],
+    second: Float[Tensor, "b h m"],
+    lse: Float[Tensor, "b h m"] | None,
+    allowed: Allowed,
+    config: AttentionConfig,
+) -> Float[Tensor, " b"]:
+    """Return the lognormal KL of each example from Σ_j (score − μ_j) and Σ_j (score − μ_j)² of each row.
+
+    With x_i = σ_q²/2 (+ LSE_i where Φ is the log-softmax), Σ_j (score − μ_j − x_i)² = second − 2 x first + n_i x².
+    """
+    shift = 0.5 * config.sigma_q**2 + (0.0 if lse is None else lse)
+    keys = allowed.sum_over_keys(first.new_ones((1, 1, 1, allowed.shape[-1])))
+    squares = second - 2.0 * shift * first + keys * shift**2
     constant = lognormal_constant(sigma_q=config.sigma_q, sigma_p=config.sigma_p)
-    entries = half_squares.sum(dim=-2, keepdim=True) + constant * _queries_per_key(mask, m, scores.dtype)
-    return _reduce(entries.flatten(1).sum(dim=-1), (h, m, n), mask, config)
+    rows = 0.5 * squares / config.sigma_p / config.sigma_p + constant * keys
+    return _reduce(_sum_rows(rows, allowed), allowed, config)
 
 
 def capped_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
@@ -98,24 +112,18 @@ def capped_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return torch.exp(x.clamp(max=LOG_ROW_CAP)) + math.exp(LOG_ROW_CAP) * (x - LOG_ROW_CAP).clamp(min=0.0)
 
 
-def _zero_where_unused(log_prior: Tensor, mask: Mask) -> Tensor:
+def _zero_where_unused(log_prior: Tensor, allowed: Allowed) -> Tensor:
     # a key nobody may attend to has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
-    return log_prior if mask is None else torch.where(mask.any(dim=-2, keepdim=True), log_prior, 0.0)
+    used = allowed.has_query()
+    return log_prior if used is None else torch.where(used, log_prior, 0.0)
 
 
-def _queries_per_key(mask: Mask, m: int, dtype: torch.dtype) -> Tensor | int:
-    return m if mask is None else mask.sum(dim=-2, keepdim=True, dtype=dtype) * (m // mask.shape[-2])
+def _sum_rows(rows: Tensor, allowed: Allowed) -> Tensor:
+    has_key = allowed.has_key()
+    if has_key is not None:
+        rows = rows.masked_fill(~has_key, 0.0)
+    return rows.flatten(1).sum(dim=-1)
 
 
-def _reduce(kl: Tensor, shape: tuple[int, int, int], mask: Mask, config: AttentionConfig) -> Tensor:
-    if config.kl_reduction == "sum":
-        return kl
-    h, m, n = shape
-    per_entry = config.kl_reduction == "mean"
-    size = h * m * (n if per_entry else 1)
-    if mask is None:
-        return kl / max(size, 1)
-    valid = mask if per_entry else mask.any(dim=-1)
-    # a mask that broadcasts over heads or queries counts once for each
-    count = valid.flatten(1).sum(dim=-1) * (size // max(math.prod(valid.shape[1:]), 1))
-    return kl / count.clamp(min=1)
+def _reduce(kl: Tensor, allowed: Allowed, config: AttentionConfig) -> Tensor:
+    return kl if config.kl_reduction == "sum" else kl / allowed.count(per_entry=config.kl_reduction == "mean")

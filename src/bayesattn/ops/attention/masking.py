@@ -1,6 +1,7 @@
-"""Softmax and log-sum-exp over the allowed keys; a row with none gives 0 and a gradient of 0, never NaN."""
+"""Which entries of the m × n scores exist, and sums over them; a row without keys gives 0 and gradient 0, never NaN."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,3 +30,86 @@ def _close(scores: Tensor, mask: Tensor, has_key: Tensor) -> Tensor:
     # rows without a key are filled with 0 rather than −inf: no NaN arises that a later fill would have to hide
     shut = torch.zeros((), dtype=scores.dtype, device=scores.device).masked_fill(has_key, -math.inf)
     return torch.where(mask, scores, shut)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The entries (i, j) that exist: a boolean mask, the causal triangle j ≤ i, both, or everything.
+
+    A pure triangle is never written out: its sums are cumulative sums.
+
+    Attributes:
+        mask: True where a query may attend, or None.
+        is_causal: Whether j ≤ i is required as well.
+        shape: (b, h, m, n) of the scores.
+    """
+
+    mask: Bool[Tensor, "#b #h #m n"] | None
+    is_causal: bool
+    shape: tuple[int, int, int, int]
+
+    def dense(self, device: torch.device) -> Bool[Tensor, "#b #h #m n"] | None:
+        """Return the entries as one mask, or None if all exist."""
+        if not self.is_causal:
+            return self.mask
+        causal = torch.ones(self.shape[-2:], dtype=torch.bool, device=device).tril()[None, None]
+        return causal if self.mask is None else self.mask & causal
+
+    def sum_over_keys(self, x: Float[Tensor, "#b #h 1 n"]) -> Float[Tensor, "#b #h #m"]:
+        """Return Σ_j x_j over the keys of each query."""
+        m, n = self.shape[-2:]
+        if self.is_causal and self.mask is None:
+            sums = x.squeeze(-2).cumsum(dim=-1)
+            return torch.cat([sums, sums[..., -1:].expand(*sums.shape[:-1], m - n)], dim=-1) if m > n else sums[..., :m]
+        mask = self.dense(x.device)
+        return x.sum(dim=-1) if mask is None else (x * mask).sum(dim=-1)
+
+    def sum_over_queries(self, x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h #n d"]:
+        """Return Σ_i x_i over the queries of each key; one row where all keys have the same."""
+        m, n = self.shape[-2:]
+        if self.is_causal and self.mask is None:
+            sums = x.flip(-2).cumsum(dim=-2).flip(-2)
+            return torch.nn.functional.pad(sums, (0, 0, 0, n - m)) if n > m else sums[:, :, :n]
+        mask = self.dense(x.device)
+        if mask is None:
+            return x.sum(dim=-2, keepdim=True)
+        if mask.shape[-2] == 1:
+            return x.sum(dim=-2, keepdim=True) * mask.transpose(-2, -1)
+        return mask.to(x.dtype).transpose(-2, -1) @ x
+
+    def queries_per_key(self, like: Tensor) -> Float[Tensor, "#b #h 1 n"] | int:
+        """Return how many queries may attend to each key."""
+        m, n = self.shape[-2:]
+        if self.is_causal and self.mask is None:
+            return (m - torch.arange(n, dtype=like.dtype, device=like.device)).clamp(min=0.0).view(1, 1, 1, n)
+        mask = self.dense(like.device)
+        return m if mask is None else mask.sum(dim=-2, keepdim=True, dtype=like.dtype) * (m // mask.shape[-2])
+
+    def has_key(self) -> Bool[Tensor, "#b #h #m"] | None:
+        """Return which queries have a key at all; None if all do (every causal row has key 0)."""
+        if self.mask is None:
+            return None
+        mask = self.dense(self.mask.device)
+        return None if mask is None else mask.any(dim=-1)
+
+    def has_query(self) -> Bool[Tensor, "#b #h 1 n"] | None:
+        """Return which keys some query may attend to; None if all, or if the rest need no care."""
+        if self.mask is None:
+            return None
+        mask = self.dense(self.mask.device)
+        return None if mask is None else mask.any(dim=-2, keepdim=True)
+
+    def count(self, per_entry: bool) -> Float[Tensor, " #b"] | int:
+        """Return the number of entries, or of rows that have one, per example, at least 1."""
+        _, h, m, n = self.shape
+        if self.mask is None:
+            if not per_entry:
+                return max(h * m, 1)
+            triangle = sum(min(i + 1, n) for i in range(m)) if self.is_causal else m * n
+            return max(h * triangle, 1)
+        mask = self.dense(self.mask.device)
+        assert mask is not None
+        valid = mask if per_entry else mask.any(dim=-1)
+        # a mask that broadcasts over heads or queries counts once for each
+        copies = (h * m * (n if per_entry else 1)) // max(math.prod(valid.shape[1:]), 1)
+        return (valid.flatten(1).sum(dim=-1) * copies).clamp(min=1).to(torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import kl_from_scores
-from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.ops.attention.masking import Allowed, masked_softmax
 
 
 def sample_weights(
@@ -51,7 +51,7 @@ def attention(
     *,
     config: AttentionConfig,
     log_prior: Float[Tensor, "#b #h 1 n"] | None,
-    mask: Bool[Tensor, "#b #h #m n"] | None,
+    allowed: Allowed,
     bias: Float[Tensor, "..."] | None,
     scale: float,
     seed: noise.Seed | None,
@@ -60,6 +60,7 @@ def attention(
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
     """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
     scores = dot_product_scores(query, key, scale=scale, bias=bias)
+    mask = allowed.dense(query.device)
     weights = sample_weights(scores, mask, seed, config)
     kl = kl_from_scores(scores, log_prior, mask, config) if need_kl else None
     if dropout_p > 0.0:

@@ -1,0 +1,385 @@
+"""Triton kernels of stochastic attention: one forward, three for the backward pass. README.md derives them.
+
+Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores,
+noise and log-sum-exps are in units of log 2, because the hardware has exp2 and log2. A tile of scores is always
+[BM, BN], queries by keys, so that the eight draws of one Philox call fall into one thread in every kernel.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
+TWO_PI = tl.constexpr(6.283185307179586)
+ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    # tl.log2 is an accurate routine of a dozen instructions; the hardware's own has an absolute error of 2^-22
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _exp2(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _uniform(word, HIGH: tl.constexpr):
+    # the sixteen bits and a half become the mantissa of a float in [1, 2): no integer conversion
+    if HIGH:
+        bits = (word >> 9) & 0x7FFF80
+    else:
+        bits = (word << 7) & 0x7FFF80
+    return (bits | 0x3F800040).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def _draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
+    """Turn one word into the log2-noise of two neighbouring keys."""
+    low, high = _uniform(word, False), _uniform(word, True)
+    if WEIBULL:
+        # log2 of E up to the factor ln 2, which a row shares
+        return strength * _log2(-_log2(low, FAST), FAST), strength * _log2(-_log2(high, FAST), FAST)
+    else:
+        radius = tl.sqrt(_log2(low, FAST) * MINUS_2_LN_2) * strength
+        return radius * tl.cos(high * TWO_PI), radius * tl.sin(high * TWO_PI)
+
+
+@triton.jit
+def _noise(
+    seed, rm, start_n, head, batch, strength, BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, FAST: tl.constexpr
+):
+    """Return the log2-noise of a tile, as `bayesattn.noise` specifies it.
+
+    A call serves keys 32 g + 8 w + 2 t + half for its four words w and two halves: exactly those that one thread
+    holds of a row in the tensor cores' accumulator layout, so nothing has to be moved between threads.
+    """
+    calls = 4 * (start_n // 32 + tl.arange(0, BN // 32))[:, None] + tl.arange(0, 4)[None, :]
+    zero = tl.zeros([BM, BN // 32, 4], tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        seed,
+        zero + calls.to(tl.uint32)[None, :, :],
+        zero + rm.to(tl.uint32)[:, None, None],
+        zero + head.to(tl.uint32),
+        zero + batch.to(tl.uint32),
+        ROUNDS,
+    )
+    a0, a1 = _draw(w0, strength, WEIBULL, FAST)
+    b0, b1 = _draw(w1, strength, WEIBULL, FAST)
+    c0, c1 = _draw(w2, strength, WEIBULL, FAST)
+    d0, d1 = _draw(w3, strength, WEIBULL, FAST)
+    pairs = tl.join(tl.join(tl.join(a0, a1), tl.join(b0, b1)), tl.join(tl.join(c0, c1), tl.join(d0, d1)))
+    # axes: row, g, t, half, low and high bit of w → row, (g, w, t, half)
+    return tl.reshape(tl.permute(pairs, (0, 1, 5, 4, 2, 3)), [BM, BN])
+
+
+@triton.jit
+def _allowed(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr):
+    allowed = (rn < N)[None, :] & (rm < M)[:, None]
+    if CAUSAL:
+        allowed = allowed & (rm[:, None] >= rn[None, :])
+    if HAS_MASK:
+        allowed = allowed & (tl.load(mask + rm[:, None] * stride_mm + rn[None, :] * stride_mn, mask=allowed, other=0) != 0)
+    return allowed
+
+
+@triton.jit
+def _load(base, rows, stride, columns, limit, D, EVEN_ROWS: tl.constexpr, EVEN_D: tl.constexpr):
+    """Load a [rows, columns] tile; what lies outside is 0."""
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if EVEN_ROWS:
+        if EVEN_D:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    return tl.load(pointers, mask=(rows < limit)[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _forward_range(
+    acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, high, head, batch, scale, strength,
+    M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the key blocks of [low, high) into the running output and sums of one block of queries."""
+    rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
+    for start in range(low, high, BN):
+        rn = start + tl.arange(0, BN)
+        k = _load(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MOMENTS:
+            deviation = products * (scale * LN_2) - tl.load(mu + rn, mask=rn < N, other=0.0)[None, :]
+        if CHECK:
+            allowed = _allowed(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK)
+            products = tl.where(allowed, products, -float("inf"))
+            if MOMENTS:
+                deviation = tl.where(allowed, deviation, 0.0)
+        # the maximum is of the clean scores: the noise is bounded, and both sums can share it
+        new_top = tl.maximum(top, tl.max(products, 1) * scale)
+        pivot = tl.where(new_top == -float("inf"), 0.0, new_top) if CHECK else new_top
+        shrink = _exp2(top - pivot, FAST)
+        centred = products * scale - pivot[:, None]
+        noise = _noise(seed, rm, start, head, batch, strength, BM, BN, WEIBULL, FAST)
+        weights = _exp2(centred + noise, FAST)
+        total = total * shrink + tl.sum(weights, 1)
+        if CLEAN:
+            clean = clean * shrink + tl.sum(_exp2(centred, FAST), 1)
+        if MOMENTS:
+            first += tl.sum(deviation, 1)
+            second += tl.sum(deviation * deviation, 1)
+        v = _load(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    return acc, top, total, clean, first, second
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, MASK, MU, SEED, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries."""
+    block, bh = tl.program_id(0), tl.program_id(1)
+    head, batch = bh % H, bh // H
+    rm = block * BM + tl.arange(0, BM)
+    rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
+    wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
+    q = _load(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, False, EVEN_D)
+    k_base = K + wide_b * stride_kb + (wide_h // GROUP) * stride_kh
+    v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
+    mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+    mu = MU + wide_b * stride_ub + wide_h * stride_uh
+    seed = tl.load(SEED + batch * seed_stride)
+    # one seed per example: the noise must not depend on where in the batch the example stands
+    noise_batch = tl.where(seed_stride == 0, batch, 0)
+    acc = tl.zeros([BM, BDV], tl.float32)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    total, clean = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    first, second = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
+    if HAS_MASK:
+        easy = 0
+    elif CAUSAL:
+        easy = tl.minimum(block * BM, N) // BN * BN
+    elif EVEN_N:
+        easy = N
+    else:
+        easy = N // BN * BN
+    acc, top, total, clean, first, second = _forward_range(
+        acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, 0, easy, head, noise_batch,
+        scale * LOG2_E, strength, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, False, EVEN_D, FAST, PRECISION,
+    )  # fmt: skip
+    if HAS_MASK or CAUSAL or not EVEN_N:
+        acc, top, total, clean, first, second = _forward_range(
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, end, head, noise_batch,
+            scale * LOG2_E, strength, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, True, EVEN_D, FAST, PRECISION,
+        )  # fmt: skip
+    has_key = top > -float("inf")
+    out = acc / tl.where(has_key, total, 1.0)[:, None]
+    row = bh.to(tl.int64) * M + rm
+    inside = rm < M
+    tl.store(OUT + row[:, None] * DV + rv[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & (rv < DV)[None, :])
+    # +inf makes every weight of a row without keys 0 in the backward pass
+    tl.store(LSE + row, tl.where(has_key, top + tl.log2(tl.where(has_key, total, 1.0)), float("inf")), mask=inside)
+    if CLEAN:
+        lse = (top + tl.log2(tl.where(has_key, clean, 1.0))) * LN_2
+        tl.store(CLEAN_LSE + row, tl.where(has_key, lse, 0.0), mask=inside)
+    if MOMENTS:
+        tl.store(FIRST + row, first, mask=inside)
+        tl.store(SECOND + row, second, mask=inside)
+
+
+@triton.jit
+def delta_kernel(OUT, GRAD, DELTA, M, DV, H, stride_gb, stride_gh, stride_gm, BM: tl.constexpr, BDV: tl.constexpr):
+    """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward."""
+    rm, rv, bh = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BDV), tl.program_id(1)
+    row = bh.to(tl.int64) * M + rm
+    inside = (rm < M)[:, None] & (rv < DV)[None, :]
+    out = tl.load(OUT + row[:, None] * DV + rv[None, :], mask=inside, other=0.0).to(tl.float32)
+    base = GRAD + (bh // H).to(tl.int64) * stride_gb + (bh % H).to(tl.int64) * stride_gh
+    grad = tl.load(base + rm[:, None] * stride_gm + rv[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(DELTA + row, tl.sum(out * grad, 1), mask=rm < M)
+
+
+@triton.jit
+def _grad_tile(
+    q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_columns, grad_first, grad_second,
+    mask, mu, seed, head, batch, scale, strength, M, N, stride_mm, stride_mn,
+    BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, COLUMNS: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the sampled weights of a tile and the gradient of its scores.
+
+    dΦ = W (dO Vᵀ − δ) + W_clean dLSE + dT for the Weibull KL, T_j = Σ_i Φ_ij;
+    for the lognormal KL + dr₁ + 2 (Φ − μ) dr₂, and dμ is the negative of these two.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if MOMENTS:
+        slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (scores * LN_2 - mu[None, :])
+    if CHECK:
+        allowed = _allowed(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK)
+        scores = tl.where(allowed, scores, -float("inf"))
+    noise = _noise(seed, rm, start_n, head, batch, strength, BM, BN, WEIBULL, FAST)
+    weights = _exp2(scores - lse[:, None] + noise, FAST)
+    grad_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    if CLEAN:
+        grad_scores += _exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
+    if COLUMNS:
+        if CHECK:
+            grad_scores += tl.where(allowed, grad_columns[None, :], 0.0)
+        else:
+            grad_scores += grad_columns[None, :]
+    grad_mu = tl.zeros([BN], tl.float32)
+    if MOMENTS:
+        if CHECK:
+            slope = tl.where(allowed, slope, 0.0)
+        grad_scores += slope
+        grad_mu = -tl.sum(slope, 0)
+    return weights, grad_scores, grad_mu
+
+
+@triton.jit
+def _load_rows(ROWS, row, inside, other, USE: tl.constexpr):
+    if USE:
+        return tl.load(ROWS + row, mask=inside, other=other)
+    else:
+        return tl.zeros_like(inside).to(tl.float32)
+
+
+@triton.jit
+def grad_query_kernel(
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_COLUMNS, GRAD_FIRST, GRAD_SECOND, GRAD_Q,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
+    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, over all key blocks."""
+    block, bh = tl.program_id(0), tl.program_id(1)
+    head, batch = bh % H, bh // H
+    wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
+    rm, rd, rv = block * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
+    row, inside = bh.to(tl.int64) * M + rm, rm < M
+    q = _load(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, False, EVEN_D)
+    grad = _load(GRAD + wide_b * stride_gb + wide_h * stride_gh, rm, stride_gm, rv, M, DV, False, EVEN_D)
+    k_base = K + wide_b * stride_kb + (wide_h // GROUP) * stride_kh
+    v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
+    mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+    mu_base = MU + wide_b * stride_ub + wide_h * stride_uh
+    seed = tl.load(SEED + batch * seed_stride)
+    noise_batch = tl.where(seed_stride == 0, batch, 0)
+    lse = tl.load(LSE + row, mask=inside, other=float("inf"))
+    delta = tl.load(DELTA + row, mask=inside, other=0.0)
+    clean_lse = _load_rows(CLEAN_LSE, row, inside, 0.0, CLEAN) * LOG2_E
+    grad_lse = _load_rows(GRAD_LSE, row, inside, 0.0, CLEAN)
+    grad_first = _load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
+    grad_second = _load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
+    acc = tl.zeros([BM, BD], tl.float32)
+    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
+    for start in range(0, end, BN):
+        rn = start + tl.arange(0, BN)
+        k = _load(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+        v = _load(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+        mu = _load_rows(mu_base, rn, rn < N, 0.0, MOMENTS)
+        grad_columns = _load_rows(GRAD_COLUMNS, bh.to(tl.int64) * N + rn, rn < N, 0.0, COLUMNS)
+        _, grad_scores, _ = _grad_tile(
+            q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_columns, grad_first, grad_second, mask, mu,
+            seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
+            BM, BN, WEIBULL, CLEAN, COLUMNS, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+        )  # fmt: skip
+        acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
+    pointers = GRAD_Q + row[:, None] * D + rd[None, :]
+    tl.store(pointers, (acc * scale).to(GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
+
+
+@triton.jit
+def grad_key_kernel(
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_COLUMNS, GRAD_FIRST, GRAD_SECOND,
+    GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
+    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV (and dμ) of one block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
+
+    ONE_PASS draws the noise once instead of twice, but has to add dQ atomically.
+    """
+    block, program = tl.program_id(0), tl.program_id(1)
+    key_heads = H // GROUP
+    batch, key_head = program // key_heads, program % key_heads
+    wide_b, wide_kh = batch.to(tl.int64), key_head.to(tl.int64)
+    rn, rd, rv = block * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+    k = _load(K + wide_b * stride_kb + wide_kh * stride_kh, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+    v = _load(V + wide_b * stride_vb + wide_kh * stride_vh, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+    seed = tl.load(SEED + batch * seed_stride)
+    noise_batch = tl.where(seed_stride == 0, batch, 0)
+    acc_k, acc_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
+    begin = (block * BN) // BM * BM if CAUSAL else 0
+    for member in range(0, GROUP):
+        head = key_head * GROUP + member
+        wide_h = head.to(tl.int64)
+        first_row = (wide_b * H + wide_h) * M
+        mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+        mu = _load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
+        grad_columns = _load_rows(GRAD_COLUMNS, (wide_b * H + wide_h) * N + rn, rn < N, 0.0, COLUMNS)
+        acc_mu = tl.zeros([BN], tl.float32)
+        for start in range(begin, M, BM):
+            rm = start + tl.arange(0, BM)
+            row, inside = first_row + rm, rm < M
+            q = _load(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, not CHECK, EVEN_D)
+            grad = _load(GRAD + wide_b * stride_gb + wide_h * stride_gh, rm, stride_gm, rv, M, DV, not CHECK, EVEN_D)
+            lse = tl.load(LSE + row, mask=inside, other=float("inf"))
+            delta = tl.load(DELTA + row, mask=inside, other=0.0)
+            clean_lse = _load_rows(CLEAN_LSE, row, inside, 0.0, CLEAN) * LOG2_E
+            grad_lse = _load_rows(GRAD_LSE, row, inside, 0.0, CLEAN)
+            grad_first = _load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
+            grad_second = _load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
+            weights, grad_scores, grad_mu = _grad_tile(
+                q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_columns, grad_first, grad_second,
+                mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
+                BM, BN, WEIBULL, CLEAN, COLUMNS, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+            )  # fmt: skip
+            acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
+            grad_scores = grad_scores.to(q.dtype)
+            acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
+            if ONE_PASS:
+                part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
+                pointers = GRAD_Q + row[:, None] * D + rd[None, :]
+                tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
+            if MOMENTS:
+                acc_mu += grad_mu
+        if MOMENTS:
+            tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
+    column = program.to(tl.int64) * N + rn
+    inside_n = (rn < N)[:, None]
+    tl.store(
+        GRAD_K + column[:, None] * D + rd[None, :],
+        (acc_k * scale).to(GRAD_K.dtype.element_ty),
+        mask=inside_n & (rd < D)[None, :],
+    )
+    tl.store(
+        GRAD_V + column[:, None] * DV + rv[None, :], acc_v.to(GRAD_V.dtype.element_ty), mask=inside_n & (rv < DV)[None, :]
+    )

@@ -1,0 +1,69 @@
+"""Which backend can run a call, and if not, why: each function returns a reason, or an empty string."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesattn.config import AttentionConfig
+from bayesattn.noise import Seed
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of an attention call that decide about backends."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    config: AttentionConfig
+    bias: Tensor | None
+    scale: float
+    seed: Seed | None
+    dropout_p: float
+    need_kl: bool
+
+
+def why_not_blocked(call: Call) -> str:
+    """The blocked CPU backend: draws from torch's generator, Weibull KL only."""
+    if call.query.device.type != "cpu":
+        return f"the tensors are on {call.query.device.type}, not on the CPU"
+    if call.query.dtype not in (torch.float32, torch.float64):
+        return f"the inputs are {call.query.dtype}, not float32 or float64"
+    if call.seed is not None:
+        return "it draws from torch's generator and takes no seed"
+    if call.need_kl and call.config.family != "weibull":
+        return "it has no lognormal KL"
+    return _why_not_fused(call)
+
+
+def why_not_triton(call: Call) -> str:
+    """The Triton kernels: a GPU (or Triton's interpreter), head dimensions up to 256, noise of sane strength."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if call.query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {call.query.device.type}, not on a GPU"
+    if call.query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the inputs are {call.query.dtype}, not float32, bfloat16 or float16"
+    if max(call.query.shape[-1], call.value.shape[-1]) > 256:
+        return f"the head dimension is {max(call.query.shape[-1], call.value.shape[-1])}, above 256"
+    if call.key.shape[-2] == 0:
+        return "there are no keys"
+    if call.scale <= 0.0:
+        return f"scale is {call.scale}, not above 0"
+    # the kernels take one maximum for clean and noisy scores, which holds while the noise stays within 2^±100
+    if call.config.family == "weibull" and call.config.weibull_k < 0.25:
+        return f"weibull_k is {call.config.weibull_k}, below 0.25"
+    if call.config.family == "lognormal" and call.config.sigma_q > 8.0:
+        return f"sigma_q is {call.config.sigma_q}, above 8"
+    return _why_not_fused(call)
+
+
+def _why_not_fused(call: Call) -> str:
+    if call.bias is not None:
+        return "it takes no additive bias"
+    if call.dropout_p > 0.0:
+        return "it has no dropout"
+    return ""

@@ -1,0 +1,267 @@
+"""Stochastic attention on a GPU: the Triton kernels as torch operators with gradients.
+
+The forward operator returns, beside the output, what the KL of either family needs (`kl.py`): the log-sum-exp of the
+clean scores and their column sums Σ_i Φ_ij (Weibull), or Σ_j (Φ_ij − μ_j) and Σ_j (Φ_ij − μ_j)² of each row
+(lognormal). Their gradients flow back through the same kernels. Memory is O(m + n).
+"""
+
+import math
+import os
+from collections import Counter
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+
+from bayesattn import noise
+from bayesattn.config import AttentionConfig
+from bayesattn.ops.attention import kernels
+from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
+from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.attention.reference import expand_heads
+
+# how often each kernel was launched, so that a test can prove which one ran
+LAUNCHES: Counter[str] = Counter()
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
+BLOCKS = {
+    ("forward", 64): (64, 64, 4, 3),
+    ("forward", 128): (128, 32, 4, 3),
+    ("grad_query", 64): (64, 32, 4, 3),
+    ("grad_query", 128): (64, 64, 4, 2),
+    ("grad_key", 64): (64, 64, 4, 3),
+    ("grad_key", 128): (64, 64, 4, 2),
+}
+
+
+def attention(
+    query: Float[Tensor, "b h m d"],
+    key: Float[Tensor, "b hk n d"],
+    value: Float[Tensor, "b hk n dv"],
+    *,
+    config: AttentionConfig,
+    log_prior: Float[Tensor, "#b #h 1 n"] | None,
+    allowed: Allowed,
+    scale: float,
+    seed: noise.Seed | None,
+    need_kl: bool,
+) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
+    """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
+    weibull = config.family == "weibull"
+    strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
+    seed = noise.draw_seed(query.device) if seed is None else torch.as_tensor(seed, dtype=torch.int64, device=query.device)
+    mu = None
+    if need_kl and not weibull:
+        b, h, _, n = allowed.shape
+        location = lognormal_location(log_prior, allowed, config)
+        mu = torch.as_tensor(location, dtype=torch.float32, device=query.device).expand(b, h, 1, n).contiguous()
+    need_lse = need_kl and (weibull or config.score_form == "log_softmax")
+    output, _, lse, columns, first, second = attention_forward(
+        query, key, value, allowed.mask, mu, seed, weibull, strength, scale, allowed.is_causal, need_lse, need_kl and weibull
+    )
+    if not need_kl:
+        return output, None
+    if weibull:
+        return output, weibull_kl(columns, lse, log_prior, allowed, config)
+    return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
+
+
+def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return tile sizes, warps and pipeline stages of a kernel."""
+    if dtype == torch.float32 or head_dim > 128:
+        bm, bn, warps, stages = 64, 32, 4, 1
+    else:
+        bm, bn, warps, stages = BLOCKS[kernel, 64 if head_dim <= 64 else 128]
+    return {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
+
+
+def one_pass(head_dim: int) -> bool:
+    """Whether the backward pass adds dQ atomically: it draws the noise once, but pays for the atomics."""
+    return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
+
+
+@torch.library.custom_op("bayesattn::attention_forward", mutates_args=())
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    mu: Tensor | None,
+    seed: Tensor,
+    weibull: bool,
+    strength: float,
+    scale: float,
+    causal: bool,
+    need_lse: bool,
+    need_columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return output, noisy LSE (base 2), clean LSE, column sums and two moments; what is not asked for is empty."""
+    query, key, value = map(_last_contiguous, (query, key, value))
+    (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
+    out = query.new_empty((b, h, m, dv), dtype=value.dtype)
+    lse = query.new_empty((b, h, m), dtype=torch.float32)
+    clean, first, second = (
+        torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, mu is not None, mu is not None)
+    )
+    constants = _constants(
+        "forward", query, value, mask, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=mu is not None, CAUSAL=causal
+    )
+    if out.numel():
+        _launch(
+            "forward", (triton.cdiv(m, constants["BM"]), b * h),
+            query, key, value, *_pointers(mask, mu, seed), out, lse, clean, first, second,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
+            h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
+        )  # fmt: skip
+    columns = lse.new_empty(0)
+    if need_columns:
+        # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
+        sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query.float()) * scale
+        columns = (expand_heads(key, h) * sums).sum(dim=-1).unsqueeze(-2)
+    return out, lse, clean, columns, first, second
+
+
+@attention_forward.register_fake
+def _(query, key, value, mask, mu, seed, weibull, strength, scale, causal, need_lse, need_columns):
+    (b, h, m, _), n = query.shape, key.shape[2]
+
+    def rows(needed: bool) -> Tensor:
+        return query.new_empty((b, h, m) if needed else 0, dtype=torch.float32)
+
+    out = query.new_empty((b, h, m, value.shape[-1]))
+    columns = query.new_empty((b, h, 1, n) if need_columns else 0, dtype=torch.float32)
+    return out, rows(True), rows(need_lse), columns, rows(mu is not None), rows(mu is not None)
+
+
+@torch.library.custom_op("bayesattn::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    grad_columns: Tensor | None,
+    grad_first: Tensor | None,
+    grad_second: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    mu: Tensor | None,
+    seed: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    clean: Tensor,
+    weibull: bool,
+    strength: float,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and μ (empty without moments)."""
+    query, key, value, grad = map(_last_contiguous, (query, key, value, grad))
+    (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
+    in_one_pass = one_pass(max(d, dv))
+    grad_query = query.new_zeros((b, h, m, d), dtype=torch.float32) if in_one_pass else query.new_empty((b, h, m, d))
+    grad_key, grad_value = key.new_empty((b, hk, n, d)), value.new_empty((b, hk, n, dv))
+    grad_mu = lse.new_empty((b, h, 1, n) if mu is not None else 0)
+    if not (b and m):
+        return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
+    delta = torch.empty_like(lse)
+    bdv = max(16, triton.next_power_of_2(dv))
+    _launch("delta", (triton.cdiv(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
+    rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_columns, grad_first, grad_second)]
+    tensors = (query, key, value, *_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
+    strides = (
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
+    )  # fmt: skip
+    numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength)
+    switches = {
+        "WEIBULL": weibull,
+        "CLEAN": grad_lse is not None,
+        "COLUMNS": grad_columns is not None,
+        "MOMENTS": mu is not None,
+        "CAUSAL": causal,
+    }
+
+    def checks(constants: dict) -> bool:
+        return causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
+
+    constants = _constants("grad_key", query, value, mask, **switches)
+    _launch(
+        "grad_key", (triton.cdiv(n, constants["BN"]), b * hk), *tensors, grad_query, grad_key, grad_value, grad_mu,
+        *strides, *numbers, **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
+    )  # fmt: skip
+    if not in_one_pass:
+        constants = _constants("grad_query", query, value, mask, **switches)
+        grid = (triton.cdiv(m, constants["BM"]), b * h)
+        _launch("grad_query", grid, *tensors, grad_query, *strides, *numbers, **constants, CHECK=checks(constants))
+    return grad_query.to(query.dtype), grad_key, grad_value, grad_mu
+
+
+@attention_backward.register_fake
+def _(grad, grad_lse, grad_columns, grad_first, grad_second, query, key, value, mask, mu, seed, out, lse, clean, *_options):
+    grad_mu = lse.new_empty((*query.shape[:2], 1, key.shape[2]) if mu is not None else 0)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_mu
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    query, key, value, mask, mu, seed, *ctx.options, ctx.need_lse, ctx.need_columns = inputs
+    out, lse, clean, *_ = output
+    ctx.save_for_backward(query, key, value, mask, mu, seed, out, lse, clean)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second):
+    query, key, value, mask, mu, seed, out, lse, clean = ctx.saved_tensors
+
+    def or_zeros(gradient: Tensor | None, is_used: bool, shape: tuple[int, ...]) -> Tensor | None:
+        return (lse.new_zeros(shape) if gradient is None else gradient) if is_used else None
+
+    grad = torch.zeros_like(out) if grad is None else grad
+    grad_lse = or_zeros(grad_lse, ctx.need_lse, lse.shape)
+    grad_columns = or_zeros(grad_columns, ctx.need_columns, (*lse.shape[:2], 1, key.shape[2]))
+    moments = [or_zeros(gradient, mu is not None, lse.shape) for gradient in (grad_first, grad_second)]
+    *grads, grad_mu = attention_backward(
+        grad, grad_lse, grad_columns, *moments, query, key, value, mask, mu, seed, out, lse, clean, *ctx.options
+    )
+    return *grads, None, grad_mu if mu is not None else None, *([None] * 7)
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _launch(name: str, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    LAUNCHES[name] += 1
+    getattr(kernels, f"{name}_kernel")[grid](*args, **constants)
+
+
+def _constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
+    d, dv = query.shape[-1], value.shape[-1]
+    bd, bdv = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
+    is_float = query.dtype == torch.float32
+    return {
+        **blocks(kernel, max(d, dv), query.dtype),
+        **switches,
+        "BD": bd,
+        "BDV": bdv,
+        "HAS_MASK": mask is not None,
+        "EVEN_D": d == bd and dv == bdv,
+        "FAST": not is_float and not INTERPRETED,
+        "PRECISION": "ieee" if is_float else "tf32",
+    }
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pointers(mask: Tensor | None, mu: Tensor | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # kernels offset every pointer before they look at the switches: an absent one needs some valid address
+    return seed if mask is None else mask, seed if mu is None else mu, seed
+
+
+def _strides(mask: Tensor | None, mu: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    b, h, _, n = shape
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(shape).stride()
+    return (*mask_strides, *((0, 0) if mu is None else mu.expand(b, h, 1, n).stride()[:2]))

@@ -1,0 +1,1 @@
+"""Softmax over the entries of ragged rows: attention on the edges of a graph."""

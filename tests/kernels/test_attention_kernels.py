@@ -1,0 +1,207 @@
+"""The Triton kernels against the reference with the same seed: output, KL and every gradient.
+
+On a machine without a GPU they run in Triton's interpreter (`make test-kernels`), in float32 and float16: the
+interpreter computes bfloat16 wrongly. On a GPU the same tests run in bfloat16 too, at larger sizes (`make test-gpu`).
+
+The yardstick is plain torch in the same precision: the kernel's error against float64 may be at most twice that of the
+reference formula computed in the inputs' own dtype.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import bayesattn as ba
+from bayesattn.functional import attention
+from bayesattn.ops.attention import kernels, reference
+from bayesattn.ops.attention import triton as fused
+from bayesattn.ops.attention.masking import Allowed
+
+HAS_GPU = torch.cuda.is_available() and not fused.INTERPRETED
+pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
+SEED = (77 << 40) + 12345
+
+if not HAS_GPU and not fused.INTERPRETED:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+
+def make_mask(kind: str, b: int, h: int, m: int, n: int) -> torch.Tensor | None:
+    if kind == "key padding":
+        mask = torch.rand(b, 1, 1, n) > 0.3
+        mask[-1] = False
+    elif kind == "arbitrary":
+        mask = torch.rand(b, h, m, n) > 0.4
+        mask[0, 0, min(3, m - 1)] = False
+    else:
+        return None
+    return mask.to(DEVICE)
+
+
+def results_and_gradients(call, tensors, dtype, upstream):
+    """Run `call` on copies of the tensors in `dtype`; return outputs and gradients of all of them."""
+    # the prior, fourth, is never in low precision
+    copies = [x.detach().to(dtype if i < 3 else x.dtype).requires_grad_() for i, x in enumerate(tensors)]
+    outputs = [x for x in call(*copies) if x is not None]
+    gradients = torch.autograd.grad(outputs, copies, [g.to(o.dtype) for g, o in zip(upstream, outputs, strict=False)])
+    return [x.detach().double() for x in (*outputs, *gradients)]
+
+
+def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+    # inputs and upstream gradients are of order 1; a gradient that cancels to 0 (a single key) has no scale of its own
+    return float((x - truth).norm() / (truth.norm() + 0.01 * truth.numel() ** 0.5))
+
+
+def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32, contiguous=True):
+    b, h, hk, m, n, d, dv = shape
+    query, key, value = (torch.randn(b, x, y, z, device=DEVICE) for x, y, z in ((h, m, d), (hk, n, d), (hk, n, dv)))
+    tensors = [query, key, value]
+    if config.prior_kind == "contextual":
+        tensors.append(torch.randn(b, h, 1, n, dtype=torch.float64, device=DEVICE).log_softmax(-1))
+    mask = make_mask(mask_kind, b, h, m, n)
+    upstream = [torch.randn(b, h, m, dv, device=DEVICE), torch.randn(b, device=DEVICE)]
+
+    def kernel(q, k, v, prior=None):
+        if not contiguous:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        prior = None if prior is None else prior.float()
+        return attention(
+            q, k, v, config=config, prior=prior, mask=mask, is_causal=is_causal, seed=SEED, backend="triton",
+            need_kl=config.has_kl,
+        )  # fmt: skip
+
+    def plain(q, k, v, prior=None):
+        # the reference, but its matrix products in the dtype of the inputs
+        scores = ((q * torch.tensor(d**-0.5, dtype=q.dtype)) @ reference.expand_heads(k, h).transpose(-2, -1)).to(
+            torch.promote_types(q.dtype, torch.float32)
+        )
+        dense = Allowed(mask, is_causal, (b, h, m, n)).dense(q.device)
+        weights = reference.sample_weights(scores, dense, SEED, config).to(v.dtype)
+        prior = None if prior is None else prior.to(scores.dtype)
+        kl = reference.kl_from_scores(scores, prior, dense, config) if config.has_kl else None
+        return weights @ reference.expand_heads(v, h), kl
+
+    # the truth starts from the rounded inputs, so that only the arithmetic is judged
+    rounded = [x.to(dtype) for x in tensors[:3]] + tensors[3:]
+    truth = results_and_gradients(plain, rounded, torch.float64, upstream)
+    yardstick = results_and_gradients(plain, rounded, dtype, upstream)
+    before = sum(fused.LAUNCHES.values())
+    ours = results_and_gradients(kernel, rounded, dtype, upstream)
+    assert sum(fused.LAUNCHES.values()) >= before + 3, "the kernels did not run"
+    for x, y, t in zip(ours, yardstick, truth, strict=True):
+        assert torch.isfinite(x).all()
+        # where the plain formula is exact by luck (one key: a weight of exactly 1), a few roundings remain
+        assert relative_error(x, t) <= 2.0 * relative_error(y, t) + 20 * torch.finfo(torch.float32).eps + (
+            torch.finfo(dtype).eps if shape[4] == 1 else 0.0
+        )
+
+
+WEIBULL = ba.AttentionConfig("BAM-WC", weibull_k=2.0, gamma_beta=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 2, 1, 37, 63, 16, 16), (1, 4, 2, 70, 100, 20, 13), (2, 1, 1, 1, 33, 64, 64), (1, 2, 2, 65, 1, 48, 80)],
+)
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_odd_shapes_and_grouped_heads(monkeypatch, shape, dtype, in_one_pass):
+    monkeypatch.setattr(fused, "one_pass", lambda head_dim: in_one_pass)
+    check(shape, WEIBULL, dtype=dtype)
+    assert not in_one_pass or fused.LAUNCHES["grad_key"] > 0
+
+
+@pytest.mark.parametrize("mask_kind", ["none", "key padding", "arbitrary"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-WF", "BAM-LC", "BAM-LF", "BAM-NOKL"])
+def test_every_variant_and_mask(monkeypatch, variant, is_causal, mask_kind):
+    monkeypatch.setattr(fused, "one_pass", lambda head_dim: is_causal)
+    config = ba.AttentionConfig(variant, weibull_k=3.0, gamma_beta=0.2, sigma_q=0.7, sigma_p=1.3, kl_reduction="sum")
+    check((2, 2, 1, 41, 67, 16, 16), config, mask_kind, is_causal)
+
+
+@pytest.mark.parametrize("preset", ["paper", "official-code", "default"])
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC"])
+def test_every_preset(variant, preset):
+    check((1, 2, 2, 33, 40, 16, 16), ba.AttentionConfig(variant, preset=preset, weibull_k=0.5, sigma_q=2.0))
+
+
+def test_non_contiguous_inputs():
+    check((2, 2, 2, 34, 45, 16, 16), WEIBULL, contiguous=False)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="too large for the interpreter")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 1000, 1000, 64, 64), (2, 2, 2, 511, 1537, 128, 128), (1, 1, 1, 300, 200, 256, 256)]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_large_shapes(shape, dtype, is_causal):
+    check(shape, WEIBULL, dtype=dtype, is_causal=is_causal)
+
+
+def test_outputs_are_fully_written(monkeypatch):
+    empty, like = torch.Tensor.new_empty, torch.empty_like
+
+    def poison(x):
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kwargs: poison(empty(self, *args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(like(*args, **kwargs)))
+    check((1, 2, 1, 37, 45, 16, 16), WEIBULL, "arbitrary")
+    check((1, 2, 1, 37, 45, 16, 16), ba.AttentionConfig("BAM-LC"), "key padding", is_causal=True)
+
+
+def test_one_seed_per_example_does_not_depend_on_the_place_in_the_batch():
+    query, key, value = (torch.randn(3, 2, 9, 16, device=DEVICE) for _ in range(3))
+    config = ba.AttentionConfig("BAM-NOKL", weibull_k=1.0)
+    seeds = torch.tensor([5, 6, 7], device=DEVICE)
+    options = {"config": config, "backend": "triton", "need_kl": False}
+    together, _ = attention(query, key, value, seed=seeds, **options)
+    alone, _ = attention(query[1:2], key[1:2], value[1:2], seed=seeds[1:2], **options)
+    torch.testing.assert_close(together[1:2], alone, rtol=0.0, atol=0.0)
+
+
+def test_extreme_scores_stay_finite():
+    query = torch.full((1, 1, 5, 16), 50.0, device=DEVICE, requires_grad=True)
+    key = torch.randn(1, 1, 7, 16, device=DEVICE) * 50.0
+    for variant in ("BAM-WF", "BAM-LF"):
+        config = ba.AttentionConfig(variant, preset="paper", gamma_beta=1e-15, gamma_alpha=1e-15, sigma_p=1e15)
+        output, kl = attention(query, key, key, config=config, seed=1, backend="triton")
+        (gradient,) = torch.autograd.grad(output.sum() + kl.sum(), query)
+        assert torch.isfinite(output).all()
+        assert torch.isfinite(kl).all()
+        assert torch.isfinite(gradient).all()
+
+
+def test_operators_pass_opcheck():
+    tensors = [torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    seed = torch.tensor(3, device=DEVICE)
+    options = (None, None, seed, True, 0.5, 0.25, False, True, True)
+    torch.library.opcheck(fused.attention_forward, (*tensors, *options))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"bias": torch.zeros(5, 5)}, "no additive bias"),
+        ({"dropout_p": 0.1}, "no dropout"),
+        ({"scale": -1.0}, "scale is -1.0"),
+        ({"config": ba.AttentionConfig("BAM-WF", weibull_k=0.1)}, "weibull_k is 0.1"),
+        ({"config": ba.AttentionConfig("BAM-LF", sigma_q=9.0)}, "sigma_q is 9.0"),
+    ],
+)
+def test_refuses_by_name_what_it_cannot_do(change, reason):
+    query = torch.randn(1, 2, 5, 16, device=DEVICE)
+    options = {"config": ba.AttentionConfig("BAM-WF"), **change}
+    if "bias" in options:
+        options["bias"] = options["bias"].to(DEVICE)
+    with pytest.raises(ValueError, match=f"backend is 'triton', but .*{reason}"):
+        attention(query, query, query, backend="triton", **options)
+    attention(query, query, query, backend="auto", **options)
+
+
+def test_kernels_draw_the_specified_noise():
+    assert kernels.ROUNDS.value == ba.noise.PHILOX_ROUNDS
