@@ -44,7 +44,7 @@ def weibull_gamma_key_term(log_alpha: Float[Tensor, "*s"], *, weibull_k: float, 
     """
     alpha = torch.exp(log_alpha)
     slope = EULER_GAMMA / weibull_k + log_gamma_1p_inverse(weibull_k) - math.log(gamma_beta)
-    return alpha * slope + torch.lgamma(1.0 + alpha) - log_alpha + math.log(weibull_k) - EULER_GAMMA - 1.0
+    return alpha * slope + torch.lgamma(1.0 + alpha) - log_alpha + (math.log(weibull_k) - EULER_GAMMA - 1.0)
 
 
 def kl_lognormal_lognormal(

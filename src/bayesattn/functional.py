@@ -68,7 +68,7 @@ def attention_weights(
     shape = scores.shape
     # heads come after the batch, so a three-axis array gets its head axis in the middle
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
-    if mask is not None and mask.ndim == 3 and len(shape) == 3:
+    if isinstance(mask, Tensor) and mask.ndim == 3 and len(shape) == 3:
         mask = mask.unsqueeze(1)
     mask = _checks.mask(mask, tuple(full.shape))
     _checks.prior(prior, tuple(full.shape), config, need_kl)
@@ -192,7 +192,7 @@ def _mean_attention(
         mask, is_causal = allowed.dense(query.device), False
     if bias is not None and mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
-    attn_mask = mask if bias is None else bias
+    attn_mask = mask if bias is None else bias.to(query.dtype)
     enable_gqa = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

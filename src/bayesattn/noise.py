@@ -48,6 +48,19 @@ def draw_seed(device: torch.device | str = "cpu") -> Int[Tensor, ""]:
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
+def as_seed(seed: Seed, batch: int, device: torch.device | str) -> Int[Tensor, ""] | Int[Tensor, " b"]:
+    """Return a checked seed as an int64 tensor on `device`: one for all, or one per batch entry."""
+    if isinstance(seed, Tensor):
+        is_fine = seed.dtype == torch.int64 and (seed.ndim == 0 or tuple(seed.shape) == (batch,))
+        value = f"a {seed.dtype} tensor of shape {tuple(seed.shape)}"
+    else:
+        is_fine = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63
+        value = repr(seed)
+    if not is_fine:
+        raise ValueError(f"seed is {value}; allowed: a 64-bit integer, or an int64 tensor with one or {batch} entries")
+    return torch.as_tensor(seed, dtype=torch.int64, device=device)
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Return the four words of Philox-4x32-7 as int64 tensors with values below 2^32.
 
@@ -73,10 +86,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str) -> Int16[Tensor, "b h m n32"]:
     """Return the 16-bit integers of every entry, shifted by −2^15 to fit int16; the last axis is padded to groups."""
     b, h, m, n = shape
-    seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
+    seed = as_seed(seed, b, device)
     per_example = seed.ndim == 1
-    if per_example and seed.shape[0] != b:
-        raise ValueError(f"seed has {seed.shape[0]} entries; allowed: one integer, or one per batch entry ({b})")
 
     def axis(length: int, position: int) -> Tensor:
         view = [1, 1, 1, 1]

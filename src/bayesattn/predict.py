@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from bayesattn import _checks
+from bayesattn.metrics.disagreement import entropy
+from bayesattn.metrics.significance import top_two_p_value
 from bayesattn.nn import BayesianModule
 
 Task = Literal["multiclass", "multilabel", "regression"]
@@ -29,13 +31,13 @@ def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
 
     Args:
         model: A model with Bayesian attention somewhere inside.
-        dropout: Also switch dropout on (MC dropout), in `nn.Dropout` modules and inside Bayesian attention.
+        dropout: Also switch dropout on (MC dropout), in `nn.Dropout` modules and inside attention.
 
     Raises:
         ValueError: There is nothing to sample: no stochastic attention, and no dropout asked for.
     """
     bayesian = [module for module in model.modules() if isinstance(module, BayesianModule)]
-    drops = [module for module in model.modules() if isinstance(module, _DropoutNd)] if dropout else []
+    drops = [module for module in model.modules() if _is_dropout(module)] if dropout else []
     if not any(module.config.is_stochastic for module in bayesian) and not drops:
         raise ValueError(
             f"model is a {type(model).__name__} without stochastic attention; allowed: a model with a Bayesian module whose "
@@ -43,7 +45,11 @@ def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
         )
     before = [(module, module.samples_in_eval, module.drops_in_eval) for module in bayesian]
     modes = [(module, module.training) for module in drops]
+    fused = torch.backends.mha.get_fastpath_enabled()
     try:
+        if dropout:
+            # torch's fused transformer layer, taken in eval mode, would never call its dropout modules
+            torch.backends.mha.set_fastpath_enabled(False)
         for module in bayesian:
             module.samples_in_eval = True
             module.drops_in_eval = dropout
@@ -55,6 +61,13 @@ def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
             module.samples_in_eval, module.drops_in_eval = samples, dropped
         for module, mode in modes:
             module.training = mode
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention) and not isinstance(module, BayesianModule):
+        return module.dropout > 0.0
+    return isinstance(module, _DropoutNd)
 
 
 @dataclass(frozen=True)
@@ -77,33 +90,28 @@ class Prediction:
         return self.samples.mean(dim=0)
 
     @cached_property
-    def entropy(self) -> Float[Tensor, " b"]:
+    def entropy(self) -> Float[Tensor, "b *t"]:
         """Entropy of the predictive distribution in nats: total uncertainty."""
-        return self._entropy(self.mean)
+        return entropy(self.mean, task=self._class_task("entropy"))
 
     @cached_property
-    def mutual_information(self) -> Float[Tensor, " b"]:
+    def mutual_information(self) -> Float[Tensor, "b *t"]:
         """Entropy of the mean minus mean entropy: the part that the draws disagree about."""
-        return (self.entropy - self._entropy(self.samples).mean(dim=0)).clamp(min=0.0)
+        task = self._class_task("mutual_information")
+        return (self.entropy - entropy(self.samples, task=task).mean(dim=0)).clamp(min=0.0)
 
     @cached_property
     def p_value(self) -> Float[Tensor, " b"]:
         """p-value of a paired t-test that the two most probable classes differ; small means certain."""
-        from bayesattn.metrics.significance import top_two_p_value
+        task = self._class_task("p_value")
+        if self.samples.shape[0] < 2:
+            raise ValueError(f"num_samples is {self.samples.shape[0]}; allowed where a p-value is asked: at least 2")
+        return top_two_p_value(self.samples, task=task)
 
-        self._need_classes("p_value")
-        return top_two_p_value(self.samples)
-
-    def _entropy(self, probabilities: Tensor) -> Tensor:
-        self._need_classes("entropy")
-        if self.task == "multilabel":
-            both = torch.stack([probabilities, 1.0 - probabilities])
-            return torch.special.entr(both).sum(dim=(0, -1))
-        return torch.special.entr(probabilities).sum(dim=-1)
-
-    def _need_classes(self, what: str) -> None:
+    def _class_task(self, what: str) -> Literal["multiclass", "multilabel"]:
         if self.task == "regression":
             raise ValueError(f"{what} of a regression; allowed tasks: 'multiclass', 'multilabel'")
+        return self.task
 
 
 @torch.no_grad()
@@ -138,7 +146,7 @@ def predict(
             raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
     args, kwargs = _as_arguments(inputs)
     batch, device = _batch_size([*args, *kwargs.values()])
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
     draws = []
     try:
@@ -155,7 +163,9 @@ def predict(
                 logits = (output or _find_logits)(result)
                 draws.append(logits.reshape(count, batch, *logits.shape[1:]))
     finally:
-        model.train(was_training)
+        # one by one: train() would also wake parts that their owner keeps in eval mode
+        for module, mode in modes:
+            module.training = mode
     logits = torch.cat(draws)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     link = {"multiclass": lambda x: torch.softmax(x, dim=-1), "multilabel": torch.sigmoid, "regression": lambda x: x}

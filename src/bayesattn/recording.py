@@ -14,11 +14,10 @@ recomputed call hangs its KL onto its output with an identity that adds this gra
 recomputation never comes, the KL would silently count for nothing: that raises.
 
 Non-reentrant checkpointing needs less: its recomputation only has to compute the KL again wherever the forward did,
-so that both save the same tensors. Live scopes remember which modules recorded into them (`_live`).
+so that both save the same tensors. Every module remembers whether its last forward pass with gradients recorded.
 """
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ _local = threading.local()
 
 # backward pass (graph task) → the scope whose reentrant entries it has to recompute
 _replaying: dict[int, "KLScope"] = {}
-_live: "weakref.WeakSet[KLScope]" = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -40,9 +38,10 @@ class KLScope:
 
     _names: list[str] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
-    _modules: set[int] = field(default_factory=set)
+    # which entries were computed under no_grad; any other without a graph is a constant (frozen parameters)
+    _is_detached: list[bool] = field(default_factory=list)
     _is_read: bool = False
-    # entries recorded without a graph, still to be recomputed in backward, and the KL weight to give them
+    # detached entries, still to be recomputed in backward, and the KL weight to give them
     _num_detached: int = 0
     _num_carried: int = 0
     _weight: Tensor | None = None
@@ -61,8 +60,9 @@ class KLScope:
                 "or it ran outside of it"
             )
         self._is_read = True
-        terms = [value.mean() for value in self._values if value.requires_grad]
-        detached = [value.mean() for value in self._values if not value.requires_grad]
+        entries = list(zip(self._values, self._is_detached, strict=True))
+        terms = [_mean(value) for value, is_detached in entries if not is_detached]
+        detached = [_mean(value) for value, is_detached in entries if is_detached]
         self._num_detached = len(detached)
         if detached and torch.is_grad_enabled():
             anchor = torch.zeros((), device=detached[0].device, requires_grad=True)
@@ -75,7 +75,7 @@ class KLScope:
         """Return the KL of each module, summed over its calls and averaged over the batch; for logging, no gradient."""
         layers: dict[str, Tensor] = {}
         for name, value in zip(self._names, self._values, strict=True):
-            mean = value.detach().mean()
+            mean = _mean(value.detach())
             layers[name] = layers[name] + mean if name in layers else mean
         return layers
 
@@ -100,7 +100,6 @@ def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
         if hasattr(module, "kl_name"):
             setattr(module, "kl_name", name)  # noqa: B010  (not every module has one)
     scope = KLScope()
-    _live.add(scope)
     _local.scope = scope
     try:
         yield scope
@@ -111,8 +110,11 @@ def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
 def is_recording(module: torch.nn.Module) -> bool:
     """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call."""
     if _in_backward():
-        return _replayed_scope() is not None or any(id(module) in scope._modules for scope in list(_live))
-    return _active_scope() is not None
+        return _replayed_scope() is not None or getattr(module, "_recorded_last", False)
+    recording = _active_scope() is not None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        setattr(module, "_recorded_last", recording)  # noqa: B010  (not an attribute nn.Module knows)
+    return recording
 
 
 def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
@@ -129,10 +131,14 @@ def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
         return output if scope is None else _Carry.apply(output, kl, scope)
     scope = _active_scope()
     if scope is not None:
+        if scope._is_read:
+            raise RuntimeError(
+                f"{module.kl_name} was called after kl.total() was read: its KL would count for nothing; read the total "
+                "after the last call"
+            )
         scope._names.append(str(module.kl_name))
         scope._values.append(kl)
-        if not torch.compiler.is_compiling():
-            scope._modules.add(id(module))
+        scope._is_detached.append(not torch.is_grad_enabled())
     return output
 
 
@@ -146,6 +152,11 @@ def _in_backward() -> bool:
 
 def _replayed_scope() -> KLScope | None:
     return _replaying.get(torch._C._current_graph_task_id())
+
+
+def _mean(kl: Tensor) -> Tensor:
+    # 0 for a zero-length batch, where mean() is NaN
+    return kl.sum() / max(kl.numel(), 1)
 
 
 def _sum(values: list[Tensor]) -> Tensor:
@@ -164,7 +175,7 @@ class _NoteWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         scope, task = ctx.scope, torch._C._current_graph_task_id()
-        scope._weight = grad
+        scope._weight, scope._num_carried = grad, 0
         _replaying[task] = scope
 
         def close() -> None:

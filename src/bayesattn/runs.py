@@ -38,6 +38,7 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 LOG_FILE = "log.jsonl"
 PREDICTIONS_FILE = "predictions.safetensors"
 METRICS_FILE = "metrics.json"
+REPORT_FILE = "report.html"
 
 # versions worth knowing when a number has to be explained
 PACKAGES = (
@@ -55,13 +56,13 @@ class SplitPredictions:
     """What a model said about one data split.
 
     Attributes:
-        samples: Class probabilities, draws first: `s n c`, with s = 1 for a model that does not sample.
+        samples: By method, class probabilities, draws first: `s n c`, with s = 1 where nothing is drawn.
         labels: Right classes `n`; None where there is no right answer (out-of-distribution data).
         inputs: Images `n height width` to show in the report; optional.
         attention: Named attention maps over the keys, `n heads keys` each: `mean`, `std`, `prior`; optional.
     """
 
-    samples: Tensor
+    samples: dict[str, Tensor]
     labels: Tensor | None = None
     inputs: Tensor | None = None
     attention: dict[str, Tensor] = field(default_factory=dict)
@@ -69,24 +70,21 @@ class SplitPredictions:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The predictions of one run on all its splits, and how they were drawn.
+    """The predictions of one run on all its splits.
 
     Attributes:
         splits: By name, in the order of reports. `validation` is for choosing thresholds and temperatures only.
         class_names: One per class.
-        method: `mean` (no draws), `attention`, `dropout` or `attention+dropout`: what was random.
+        methods: What was drawn: `mean` (nothing), `attention`, `dropout` or `attention+dropout`.
         seed: Seed of the draws.
+        key_grid: Rows and columns that the last keys form over an image; None where keys have no such place.
     """
 
     splits: dict[str, SplitPredictions]
     class_names: list[str]
-    method: str
+    methods: list[str]
     seed: int
-
-    @property
-    def num_samples(self) -> int:
-        """Draws per prediction."""
-        return next(iter(self.splits.values())).samples.shape[0]
+    key_grid: tuple[int, int] | None = None
 
 
 def environment() -> dict[str, Any]:
@@ -189,10 +187,23 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
+def make_run_folder(folder: Path, *, overwrite: bool = False) -> None:
+    """Make an empty run folder; a finished run in it is an error, or with `overwrite` its files are removed."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; allowed: a new or empty folder")
+    if (folder / RUN_FILE).exists() and not overwrite:
+        raise RunError(f"{folder} already holds a run; allowed: a new folder, or overwriting asked for")
+    folder.mkdir(parents=True, exist_ok=True)
+    # run.json first: without it the rest no longer counts as a run
+    for name in (RUN_FILE, CHECKPOINT_FILE, LOG_FILE, PREDICTIONS_FILE, METRICS_FILE, REPORT_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, str] | None = None) -> None:
     """Write named tensors as one safetensors file."""
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_bytes(path, safetensors.torch.save(contiguous, meta))
+    # safetensors refuses tensors that share memory, as the labels of several splits do
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    write_bytes(path, safetensors.torch.save(own, meta))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -207,24 +218,26 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_predictions(folder: Path, predictions: Predictions) -> None:
-    """Write `predictions.safetensors`: tensors named `split index/part`, everything else in the metadata."""
+    """Write `predictions.safetensors`: tensors named `split number/part`, everything else in the metadata."""
     tensors: dict[str, Tensor] = {}
     for index, split in enumerate(predictions.splits.values()):
-        parts = {"samples": split.samples, "labels": split.labels, "inputs": split.inputs}
+        parts = {"labels": split.labels, "inputs": split.inputs}
+        parts |= {f"samples/{method}": value for method, value in split.samples.items()}
         parts |= {f"attention/{name}": value for name, value in split.attention.items()}
         tensors |= {f"{index}/{name}": value for name, value in parts.items() if value is not None}
     meta = {
         "schema": PREDICTIONS_SCHEMA,
         "splits": list(predictions.splits),
         "class_names": predictions.class_names,
-        "method": predictions.method,
+        "methods": predictions.methods,
         "seed": predictions.seed,
+        "key_grid": predictions.key_grid,
     }
     write_tensors(folder / PREDICTIONS_FILE, tensors, {"bayesattn": json.dumps(meta)})
 
 
 def read_predictions(folder: Path) -> Predictions:
-    """Read `predictions.safetensors` and check that shapes and names fit together."""
+    """Read `predictions.safetensors` and check that names and shapes fit together."""
     path = folder / PREDICTIONS_FILE
     if not path.exists():
         raise RunError(f"{folder} holds no {PREDICTIONS_FILE}; run `bayesattn evaluate {folder}` first")
@@ -234,25 +247,35 @@ def read_predictions(folder: Path) -> Predictions:
     except json.JSONDecodeError as error:
         raise RunError(f"{path} has metadata that is not JSON: {error}") from None
     if not isinstance(meta, dict) or meta.get("schema") != PREDICTIONS_SCHEMA:
-        raise RunError(f"{path} was not written by bayesattn; its metadata has no schema {PREDICTIONS_SCHEMA!r}")
+        raise RunError(f"{path} was not written by bayesattn: its metadata has no schema {PREDICTIONS_SCHEMA!r}")
+    missing = sorted({"splits", "class_names", "methods", "seed"} - meta.keys())
+    if missing or not meta["splits"] or not meta["methods"]:
+        raise RunError(f"{path} lacks {missing or 'splits or methods'} in its metadata")
     splits = {}
     for index, name in enumerate(meta["splits"]):
         parts = {key.removeprefix(f"{index}/"): value for key, value in tensors.items() if key.startswith(f"{index}/")}
-        splits[name] = _checked_split(path, name, parts, len(meta["class_names"]))
-    if not splits:
-        raise RunError(f"{path} holds no split")
-    return Predictions(splits, meta["class_names"], meta["method"], meta["seed"])
+        splits[name] = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]))
+    key_grid = meta.get("key_grid")
+    return Predictions(
+        splits, meta["class_names"], meta["methods"], meta["seed"], None if key_grid is None else tuple(key_grid)
+    )
 
 
-def _checked_split(path: Path, name: str, parts: dict[str, Tensor], num_classes: int) -> SplitPredictions:
-    samples = parts.get("samples")
-    if samples is None or samples.ndim != 3 or samples.shape[2] != num_classes:
-        shape = None if samples is None else tuple(samples.shape)
-        raise RunError(f"{path}: samples of split {name!r} have shape {shape}; allowed: (draws, examples, {num_classes})")
-    num_examples = samples.shape[1]
+def _checked_split(
+    path: Path, name: str, parts: dict[str, Tensor], methods: list[str], num_classes: int
+) -> SplitPredictions:
+    samples = {method: parts.get(f"samples/{method}") for method in methods}
+    num_examples = next((len(value[0]) for value in samples.values() if value is not None and value.ndim == 3), None)
+    for method, value in samples.items():
+        if value is None or value.ndim != 3 or len(value) < 1 or value.shape[1:] != (num_examples, num_classes):
+            shape = None if value is None else tuple(value.shape)
+            raise RunError(
+                f"{path}: samples of method {method!r}, split {name!r} have shape {shape}; "
+                f"allowed: (draws, {num_examples}, {num_classes})"
+            )
     for part, value in parts.items():
-        length = value.shape[1] if part == "samples" else value.shape[0]
-        if length != num_examples:
-            raise RunError(f"{path}: {part} of split {name!r} has {length} entries; allowed: {num_examples}")
+        if not part.startswith("samples/") and len(value) != num_examples:
+            raise RunError(f"{path}: {part} of split {name!r} has {len(value)} entries; allowed: {num_examples}")
     attention = {key.removeprefix("attention/"): value for key, value in parts.items() if key.startswith("attention/")}
-    return SplitPredictions(samples, parts.get("labels"), parts.get("inputs"), attention)
+    kept = {method: value for method, value in samples.items() if value is not None}
+    return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention)

@@ -63,9 +63,9 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
 
     def forward(
         self,
-        query: Float[Tensor, "..."],
-        key: Float[Tensor, "..."],
-        value: Float[Tensor, "..."],
+        query: Tensor,  # a nested tensor has no shape to check
+        key: Tensor,
+        value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
@@ -77,6 +77,8 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal is True and attn_mask None; allowed: True beside the mask it describes, as in torch")
         if query.is_nested:
             return self._forward_nested(query, need_weights), None
         is_batched = query.ndim == 3
@@ -103,7 +105,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         need_weights: bool,
-    ) -> tuple[Float[Tensor, "b m e"], Float[Tensor, "b h m n"] | None]:
+    ) -> tuple[Float[Tensor, "b m e"], Float[Tensor, "b h m n_all"] | None]:
         q, k, v = self._project(query, key, value)
         extra_keys = k.shape[2] - key.shape[1]
         mask, bias = _from_torch_masks(key_padding_mask, attn_mask, query.shape[0], self.num_heads, extra_keys)
@@ -157,12 +159,18 @@ def _from_torch_masks(
     `add_bias_kv` and `add_zero_attn` append keys that everyone may attend to.
     """
     masks, bias = [], None
-    for given in (key_padding_mask, attn_mask):
+    for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if given is None:
             continue
-        if given is key_padding_mask:
+        if given.dtype != torch.bool and not given.is_floating_point():
+            raise ValueError(f"{name} is {given.dtype}; allowed: torch.bool (True: do not attend), or floats to be added")
+        if name == "key_padding_mask":
             given = given[:, None, None, :]
         elif given.ndim == 3:
+            if given.shape[0] != batch * num_heads:
+                raise ValueError(
+                    f"attn_mask has shape {tuple(given.shape)}; allowed: two axes, or three with {batch * num_heads} first"
+                )
             given = given.unflatten(0, (batch, num_heads))
         else:
             given = given[None, None]

@@ -48,7 +48,7 @@ def attention(
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
         column_sums = (key * (allowed.sum_over_queries(query) * scale)).sum(dim=-1).unsqueeze(-2)
         kl = weibull_kl(column_sums, lse.view(b, h, m), log_prior, allowed, config)
-    return output.view(b, h, m, -1), kl
+    return output.view(b, h, m, value.shape[-1]), kl
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -207,6 +207,20 @@ def forward_kernel(
 
 
 @triton.jit
+def columns_kernel(
+    K, QUERY_SUMS, COLUMNS, stride_kb, stride_kh, stride_kn, stride_sum, H, GROUP, N, D, scale,
+    BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """T_j = scale · k_j · Σ_i q_i, the column sums of the scores without the scores."""
+    rn, rd, bh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.program_id(1)
+    batch, key_head = (bh // H).to(tl.int64), ((bh % H) // GROUP).to(tl.int64)
+    k = _load(K + batch * stride_kb + key_head * stride_kh, rn, stride_kn, rd, N, D, False, False).to(tl.float32)
+    rows = tl.where(stride_sum == 0, 1, N)
+    sums = _load(QUERY_SUMS + bh.to(tl.int64) * rows * D, rn, stride_sum, rd, N, D, False, False)
+    tl.store(COLUMNS + bh.to(tl.int64) * N + rn, tl.sum(k * sums, 1) * scale, mask=rn < N)
+
+
+@triton.jit
 def delta_kernel(OUT, GRAD, DELTA, M, DV, H, stride_gb, stride_gh, stride_gm, BM: tl.constexpr, BDV: tl.constexpr):
     """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward."""
     rm, rv, bh = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BDV), tl.program_id(1)
@@ -220,16 +234,16 @@ def delta_kernel(OUT, GRAD, DELTA, M, DV, H, stride_gb, stride_gh, stride_gm, BM
 
 @triton.jit
 def _grad_tile(
-    q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_columns, grad_first, grad_second,
+    q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
     mask, mu, seed, head, batch, scale, strength, M, N, stride_mm, stride_mn,
-    BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, COLUMNS: tl.constexpr,
-    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, MOMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the sampled weights of a tile and the gradient of its scores.
 
-    dΦ = W (dO Vᵀ − δ) + W_clean dLSE + dT for the Weibull KL, T_j = Σ_i Φ_ij;
-    for the lognormal KL + dr₁ + 2 (Φ − μ) dr₂, and dμ is the negative of these two.
+    dΦ = W (dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their negative.
+    What the column sums T_j = Σ_i Φ_ij of the Weibull KL add, dT_j, is the same for all queries: it enters dQ and dK
+    once, outside the loop, and costs nothing here.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if MOMENTS:
@@ -242,11 +256,6 @@ def _grad_tile(
     grad_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if CLEAN:
         grad_scores += _exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
-    if COLUMNS:
-        if CHECK:
-            grad_scores += tl.where(allowed, grad_columns[None, :], 0.0)
-        else:
-            grad_scores += grad_columns[None, :]
     grad_mu = tl.zeros([BN], tl.float32)
     if MOMENTS:
         if CHECK:
@@ -266,9 +275,9 @@ def _load_rows(ROWS, row, inside, other, USE: tl.constexpr):
 
 @triton.jit
 def grad_query_kernel(
-    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_COLUMNS, GRAD_FIRST, GRAD_SECOND, GRAD_Q,
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, START_Q, GRAD_Q,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
     H, GROUP, M, N, D, DV, seed_stride, scale, strength,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
@@ -295,17 +304,20 @@ def grad_query_kernel(
     grad_first = _load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
     grad_second = _load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
     acc = tl.zeros([BM, BD], tl.float32)
+    if COLUMNS:
+        # Σ_j dT_j k_j over the keys of each query; one row (stride 0) where all queries share them
+        rows = tl.where(stride_sum == 0, 1, M)
+        acc = _load(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, EVEN_D)
     end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
     for start in range(0, end, BN):
         rn = start + tl.arange(0, BN)
         k = _load(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         v = _load(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
         mu = _load_rows(mu_base, rn, rn < N, 0.0, MOMENTS)
-        grad_columns = _load_rows(GRAD_COLUMNS, bh.to(tl.int64) * N + rn, rn < N, 0.0, COLUMNS)
         _, grad_scores, _ = _grad_tile(
-            q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_columns, grad_first, grad_second, mask, mu,
+            q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_first, grad_second, mask, mu,
             seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
-            BM, BN, WEIBULL, CLEAN, COLUMNS, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
         )  # fmt: skip
         acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
     pointers = GRAD_Q + row[:, None] * D + rd[None, :]
@@ -314,10 +326,10 @@ def grad_query_kernel(
 
 @triton.jit
 def grad_key_kernel(
-    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_COLUMNS, GRAD_FIRST, GRAD_SECOND,
-    GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND,
+    GRAD_COLUMNS, QUERY_SUMS, GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
     H, GROUP, M, N, D, DV, seed_stride, scale, strength,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
@@ -344,7 +356,6 @@ def grad_key_kernel(
         first_row = (wide_b * H + wide_h) * M
         mask = MASK + wide_b * stride_mb + wide_h * stride_mh
         mu = _load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
-        grad_columns = _load_rows(GRAD_COLUMNS, (wide_b * H + wide_h) * N + rn, rn < N, 0.0, COLUMNS)
         acc_mu = tl.zeros([BN], tl.float32)
         for start in range(begin, M, BM):
             rm = start + tl.arange(0, BM)
@@ -358,9 +369,9 @@ def grad_key_kernel(
             grad_first = _load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
             grad_second = _load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
             weights, grad_scores, grad_mu = _grad_tile(
-                q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_columns, grad_first, grad_second,
+                q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
                 mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
-                BM, BN, WEIBULL, CLEAN, COLUMNS, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+                BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
             )  # fmt: skip
             acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
             grad_scores = grad_scores.to(q.dtype)
@@ -373,6 +384,14 @@ def grad_key_kernel(
                 acc_mu += grad_mu
         if MOMENTS:
             tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
+    if COLUMNS:
+        # dT_j Σ_i q_i over the queries of each key
+        for member in range(0, GROUP):
+            head_row = wide_b * H + key_head * GROUP + member
+            sums = _load(
+                QUERY_SUMS + head_row * tl.where(stride_sum == 0, 1, N) * D, rn, stride_sum, rd, N, D, False, EVEN_D
+            )
+            acc_k += tl.load(GRAD_COLUMNS + head_row * N + rn, mask=rn < N, other=0.0)[:, None] * sums
     column = program.to(tl.int64) * N + rn
     inside_n = (rn < N)[:, None]
     tl.store(

@@ -109,12 +109,13 @@ def lognormal_kl(
 
 def capped_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """Return exp(x), continued beyond `LOG_ROW_CAP` as a straight line of the same value and slope."""
-    return torch.exp(x.clamp(max=LOG_ROW_CAP)) + math.exp(LOG_ROW_CAP) * (x - LOG_ROW_CAP).clamp(min=0.0)
+    line = math.exp(LOG_ROW_CAP) * (1.0 + x - LOG_ROW_CAP)
+    return torch.where(x < LOG_ROW_CAP, torch.exp(x.clamp(max=LOG_ROW_CAP)), line)
 
 
 def _zero_where_unused(log_prior: Tensor, allowed: Allowed) -> Tensor:
     # a key nobody may attend to has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
-    used = allowed.has_query()
+    used = allowed.has_query(log_prior.device)
     return log_prior if used is None else torch.where(used, log_prior, 0.0)
 
 
@@ -122,6 +123,8 @@ def _sum_rows(rows: Tensor, allowed: Allowed) -> Tensor:
     has_key = allowed.has_key()
     if has_key is not None:
         rows = rows.masked_fill(~has_key, 0.0)
+    elif allowed.shape[-1] == 0:
+        rows = torch.zeros_like(rows)
     return rows.flatten(1).sum(dim=-1)
 
 

@@ -20,6 +20,8 @@ def masked_softmax(scores: Float[Tensor, "*bh m n"], mask: Mask) -> Float[Tensor
 
 def masked_logsumexp(scores: Float[Tensor, "*bh m n"], mask: Mask) -> Float[Tensor, "*bh m"]:
     """Return ln Σ_j exp Φ_ij over the allowed keys; rows without any are 0."""
+    if scores.shape[-1] == 0:
+        return scores.sum(dim=-1)
     if mask is None:
         return torch.logsumexp(scores, dim=-1)
     has_key = mask.any(dim=-1, keepdim=True)
@@ -65,17 +67,35 @@ class Allowed:
         return x.sum(dim=-1) if mask is None else (x * mask).sum(dim=-1)
 
     def sum_over_queries(self, x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h #n d"]:
-        """Return Σ_i x_i over the queries of each key; one row where all keys have the same."""
+        """Return Σ_i x_i over the queries of each key, in float32 or better; one row where all keys share it."""
         m, n = self.shape[-2:]
+        dtype = torch.promote_types(x.dtype, torch.float32)
         if self.is_causal and self.mask is None:
-            sums = x.flip(-2).cumsum(dim=-2).flip(-2)
-            return torch.nn.functional.pad(sums, (0, 0, 0, n - m)) if n > m else sums[:, :, :n]
+            sums = x.flip(-2).cumsum(dim=-2, dtype=dtype).flip(-2)
+            return torch.nn.functional.pad(sums, (0, 0, 0, n - m)) if n > m else sums[:, :, :n].contiguous()
         mask = self.dense(x.device)
         if mask is None:
-            return x.sum(dim=-2, keepdim=True)
+            return x.sum(dim=-2, keepdim=True, dtype=dtype)
         if mask.shape[-2] == 1:
-            return x.sum(dim=-2, keepdim=True) * mask.transpose(-2, -1)
-        return mask.to(x.dtype).transpose(-2, -1) @ x
+            return x.sum(dim=-2, keepdim=True, dtype=dtype) * mask.transpose(-2, -1)
+        return mask.to(dtype).transpose(-2, -1) @ x.to(dtype)
+
+    def weighted_keys(self, weight: Float[Tensor, "b h 1 n"], key: Float[Tensor, "b hk n d"]) -> Float[Tensor, "b h #m d"]:
+        """Return Σ_j weight_j k_j over the keys of each query, in float32; one row where all queries share it."""
+        (b, h, m, n), key_heads = self.shape, key.shape[1]
+        if self.is_causal and self.mask is None:
+            sums = (weight.transpose(-2, -1) * key.repeat_interleave(h // key_heads, dim=1)).cumsum(dim=-2)
+            return (
+                torch.cat([sums, sums[:, :, -1:].expand(-1, -1, m - n, -1)], dim=-2)
+                if m > n
+                else sums[:, :, :m].contiguous()
+            )
+        mask = self.dense(key.device)
+        if mask is not None:
+            weight = weight * mask
+        # the query heads of a key head side by side: one product with the keys as they are stored
+        grouped = weight.reshape(b, key_heads, -1, n).to(key.dtype)
+        return (grouped @ key).reshape(b, h, -1, key.shape[-1]).to(torch.float32)
 
     def queries_per_key(self, like: Tensor) -> Float[Tensor, "#b #h 1 n"] | int:
         """Return how many queries may attend to each key."""
@@ -83,21 +103,18 @@ class Allowed:
         if self.is_causal and self.mask is None:
             return (m - torch.arange(n, dtype=like.dtype, device=like.device)).clamp(min=0.0).view(1, 1, 1, n)
         mask = self.dense(like.device)
-        return m if mask is None else mask.sum(dim=-2, keepdim=True, dtype=like.dtype) * (m // mask.shape[-2])
+        return m if mask is None else mask.sum(dim=-2, keepdim=True, dtype=like.dtype) * (m // max(mask.shape[-2], 1))
 
     def has_key(self) -> Bool[Tensor, "#b #h #m"] | None:
         """Return which queries have a key at all; None if all do (every causal row has key 0)."""
-        if self.mask is None:
-            return None
-        mask = self.dense(self.mask.device)
-        return None if mask is None else mask.any(dim=-1)
+        return None if self.mask is None else self.dense(self.mask.device).any(dim=-1)
 
-    def has_query(self) -> Bool[Tensor, "#b #h 1 n"] | None:
-        """Return which keys some query may attend to; None if all, or if the rest need no care."""
-        if self.mask is None:
-            return None
-        mask = self.dense(self.mask.device)
-        return None if mask is None else mask.any(dim=-2, keepdim=True)
+    def has_query(self, device: torch.device) -> Bool[Tensor, "#b #h 1 n"] | None:
+        """Return which keys some query may attend to; None if all."""
+        m, n = self.shape[-2:]
+        if self.is_causal and self.mask is None and n > m:
+            return (torch.arange(n, device=device) < m).view(1, 1, 1, n)
+        return None if self.mask is None else self.dense(device).any(dim=-2, keepdim=True)
 
     def count(self, per_entry: bool) -> Float[Tensor, " #b"] | int:
         """Return the number of entries, or of rows that have one, per example, at least 1."""

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 
 import torch
+import torch.nn.functional as F
 import triton
 from jaxtyping import Float
 from torch import Tensor
@@ -19,10 +20,12 @@ from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention import kernels
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.reference import expand_heads
 
 # how often each kernel was launched, so that a test can prove which one ran
 LAUNCHES: Counter[str] = Counter()
+
+# rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
+ROW_MULTIPLE = 8
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -32,7 +35,7 @@ BLOCKS = {
     ("forward", 128): (128, 32, 4, 3),
     ("grad_query", 64): (64, 32, 4, 3),
     ("grad_query", 128): (64, 64, 4, 2),
-    ("grad_key", 64): (64, 64, 4, 3),
+    ("grad_key", 64): (64, 64, 4, 4),
     ("grad_key", 128): (64, 64, 4, 2),
 }
 
@@ -50,18 +53,22 @@ def attention(
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
     """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
+    dv = value.shape[-1]
+    if dv % ROW_MULTIPLE or query.shape[-1] % ROW_MULTIPLE:
+        query, key, value = (F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in (query, key, value))
     weibull = config.family == "weibull"
     strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
-    seed = noise.draw_seed(query.device) if seed is None else torch.as_tensor(seed, dtype=torch.int64, device=query.device)
+    seed = noise.draw_seed(query.device) if seed is None else noise.as_seed(seed, query.shape[0], query.device)
     mu = None
     if need_kl and not weibull:
         b, h, _, n = allowed.shape
         location = lognormal_location(log_prior, allowed, config)
         mu = torch.as_tensor(location, dtype=torch.float32, device=query.device).expand(b, h, 1, n).contiguous()
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
-    output, _, lse, columns, first, second = attention_forward(
+    output, _, lse, columns, first, second, _ = attention_forward(
         query, key, value, allowed.mask, mu, seed, weibull, strength, scale, allowed.is_causal, need_lse, need_kl and weibull
     )
+    output = output[..., :dv]
     if not need_kl:
         return output, None
     if weibull:
@@ -97,9 +104,12 @@ def attention_forward(
     causal: bool,
     need_lse: bool,
     need_columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output, noisy LSE (base 2), clean LSE, column sums and two moments; what is not asked for is empty."""
-    query, key, value = map(_last_contiguous, (query, key, value))
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return output, noisy LSE (base 2), clean LSE, column sums, two moments and the query sums behind the columns.
+
+    What is not asked for is empty.
+    """
+    query, key, value = map(_aligned, (query, key, value))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     out = query.new_empty((b, h, m, dv), dtype=value.dtype)
     lse = query.new_empty((b, h, m), dtype=torch.float32)
@@ -116,12 +126,17 @@ def attention_forward(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
             h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
         )  # fmt: skip
-    columns = lse.new_empty(0)
+    columns, sums = lse.new_empty(0), lse.new_empty(0)
     if need_columns:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
-        sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query.float()) * scale
-        columns = (expand_heads(key, h) * sums).sum(dim=-1).unsqueeze(-2)
-    return out, lse, clean, columns, first, second
+        sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query)
+        columns = lse.new_empty((b, h, 1, n))
+        if columns.numel():
+            _launch(
+                "columns", (triton.cdiv(n, 64), b * h), key, sums, columns, *key.stride()[:3], _row_stride(sums),
+                h, h // hk, n, d, scale, BN=64, BD=constants["BD"],
+            )  # fmt: skip
+    return out, lse, clean, columns, first, second, sums
 
 
 @attention_forward.register_fake
@@ -133,7 +148,9 @@ def _(query, key, value, mask, mu, seed, weibull, strength, scale, causal, need_
 
     out = query.new_empty((b, h, m, value.shape[-1]))
     columns = query.new_empty((b, h, 1, n) if need_columns else 0, dtype=torch.float32)
-    return out, rows(True), rows(need_lse), columns, rows(mu is not None), rows(mu is not None)
+    is_one_row = not causal and mask is None
+    sums = query.new_empty((b, h, 1 if is_one_row else n, query.shape[-1]) if need_columns else 0, dtype=torch.float32)
+    return out, rows(True), rows(need_lse), columns, rows(mu is not None), rows(mu is not None), sums
 
 
 @torch.library.custom_op("bayesattn::attention_backward", mutates_args=())
@@ -152,16 +169,26 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     clean: Tensor,
+    sums: Tensor,
     weibull: bool,
     strength: float,
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and μ (empty without moments)."""
-    query, key, value, grad = map(_last_contiguous, (query, key, value, grad))
+    query, key, value, grad = map(_aligned, (query, key, value, grad))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     in_one_pass = one_pass(max(d, dv))
-    grad_query = query.new_zeros((b, h, m, d), dtype=torch.float32) if in_one_pass else query.new_empty((b, h, m, d))
+    start = None
+    if grad_columns is not None:
+        # dQ_i gains scale · Σ_j dT_j k_j over the keys of query i
+        start = Allowed(mask, causal, (b, h, m, n)).weighted_keys(grad_columns, key)
+    if not in_one_pass:
+        grad_query = query.new_empty((b, h, m, d))
+    elif start is None:
+        grad_query = query.new_zeros((b, h, m, d), dtype=torch.float32)
+    else:
+        grad_query = (start * scale).expand(b, h, m, d).contiguous()
     grad_key, grad_value = key.new_empty((b, hk, n, d)), value.new_empty((b, hk, n, dv))
     grad_mu = lse.new_empty((b, h, 1, n) if mu is not None else 0)
     if not (b and m):
@@ -169,7 +196,8 @@ def attention_backward(
     delta = torch.empty_like(lse)
     bdv = max(16, triton.next_power_of_2(dv))
     _launch("delta", (triton.cdiv(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
-    rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_columns, grad_first, grad_second)]
+    rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
+    grad_columns = None if grad_columns is None else grad_columns.contiguous()
     tensors = (query, key, value, *_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
     strides = (
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
@@ -188,32 +216,53 @@ def attention_backward(
 
     constants = _constants("grad_key", query, value, mask, **switches)
     _launch(
-        "grad_key", (triton.cdiv(n, constants["BN"]), b * hk), *tensors, grad_query, grad_key, grad_value, grad_mu,
-        *strides, *numbers, **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
+        "grad_key", (triton.cdiv(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
+        grad_query, grad_key, grad_value, grad_mu, *strides, _row_stride(sums), *numbers,
+        **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
     )  # fmt: skip
     if not in_one_pass:
         constants = _constants("grad_query", query, value, mask, **switches)
         grid = (triton.cdiv(m, constants["BM"]), b * h)
-        _launch("grad_query", grid, *tensors, grad_query, *strides, *numbers, **constants, CHECK=checks(constants))
+        _launch(
+            "grad_query", grid, *tensors, start, grad_query, *strides, _row_stride(start), *numbers, **constants,
+            CHECK=checks(constants),
+        )  # fmt: skip
     return grad_query.to(query.dtype), grad_key, grad_value, grad_mu
 
 
 @attention_backward.register_fake
-def _(grad, grad_lse, grad_columns, grad_first, grad_second, query, key, value, mask, mu, seed, out, lse, clean, *_options):
+def _(
+    grad,
+    grad_lse,
+    grad_columns,
+    grad_first,
+    grad_second,
+    query,
+    key,
+    value,
+    mask,
+    mu,
+    seed,
+    out,
+    lse,
+    clean,
+    sums,
+    *_options,
+):
     grad_mu = lse.new_empty((*query.shape[:2], 1, key.shape[2]) if mu is not None else 0)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_mu
 
 
 def _setup_context(ctx, inputs, output) -> None:
     query, key, value, mask, mu, seed, *ctx.options, ctx.need_lse, ctx.need_columns = inputs
-    out, lse, clean, *_ = output
-    ctx.save_for_backward(query, key, value, mask, mu, seed, out, lse, clean)
-    ctx.mark_non_differentiable(lse)
+    out, lse, clean, *_, sums = output
+    ctx.save_for_backward(query, key, value, mask, mu, seed, out, lse, clean, sums)
+    ctx.mark_non_differentiable(lse, sums)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second):
-    query, key, value, mask, mu, seed, out, lse, clean = ctx.saved_tensors
+def _backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):
+    query, key, value, mask, mu, seed, out, lse, clean, sums = ctx.saved_tensors
 
     def or_zeros(gradient: Tensor | None, is_used: bool, shape: tuple[int, ...]) -> Tensor | None:
         return (lse.new_zeros(shape) if gradient is None else gradient) if is_used else None
@@ -223,7 +272,7 @@ def _backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_s
     grad_columns = or_zeros(grad_columns, ctx.need_columns, (*lse.shape[:2], 1, key.shape[2]))
     moments = [or_zeros(gradient, mu is not None, lse.shape) for gradient in (grad_first, grad_second)]
     *grads, grad_mu = attention_backward(
-        grad, grad_lse, grad_columns, *moments, query, key, value, mask, mu, seed, out, lse, clean, *ctx.options
+        grad, grad_lse, grad_columns, *moments, query, key, value, mask, mu, seed, out, lse, clean, sums, *ctx.options
     )
     return *grads, None, grad_mu if mu is not None else None, *([None] * 7)
 
@@ -252,8 +301,14 @@ def _constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, *
     }
 
 
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _aligned(x: Tensor) -> Tensor:
+    """Return x with contiguous rows that start at multiples of sixteen bytes."""
+    pitches = (stride * x.element_size() % 16 for stride in x.stride()[:-1])
+    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(pitches) else x.contiguous()
+
+
+def _row_stride(x: Tensor | None) -> int:
+    return 0 if x is None or x.ndim < 4 or x.shape[2] == 1 else x.shape[3]
 
 
 def _pointers(mask: Tensor | None, mu: Tensor | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,116 @@
+"""Measure, record, write: median and quantiles of a call, its peak memory, and the versions that produced them.
+
+A timing alone says nothing: every row carries the ratio to a baseline of the same run.
+"""
+
+import csv
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    suite: str
+    case: str
+    provider: str
+    mode: str
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    peak_mib: float
+    ratio: float
+    device: str
+    torch: str
+    triton: str
+    commit: str
+
+
+def measure(call: Callable[[], object], *, device: str, budget_ms: float = 200.0) -> tuple[float, float, float]:
+    """Return (median, 20th, 80th percentile) of the call's time in milliseconds, after a warm-up."""
+    if device == "cuda":
+        import triton.testing
+
+        median, low, high = triton.testing.do_bench(call, warmup=25, rep=int(budget_ms), quantiles=[0.5, 0.2, 0.8])
+        return median, low, high
+    call()
+    times: list[float] = []
+    while sum(times) < budget_ms or len(times) < 5:
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    quantile = torch.quantile(torch.tensor(times), torch.tensor([0.5, 0.2, 0.8]))
+    return float(quantile[0]), float(quantile[1]), float(quantile[2])
+
+
+def peak_memory(call: Callable[[], object], *, device: str) -> float:
+    """Return the memory the call allocates at its peak beyond what was there before, in MiB."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    results = profile.profiler.kineto_results if profile.profiler is not None else None
+    events = [event for event in (results.events() if results else []) if event.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak / 2**20
+
+
+class Suite:
+    """Collect rows; the first provider of a case and mode is the baseline of its ratios."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self.device, self.rows = name, device, []
+        self._versions = versions(device)
+
+    def run(self, case: str, provider: str, mode: str, call: Callable[[], object]) -> Row:
+        """Measure one call and keep its row."""
+        memory = peak_memory(call, device=self.device)
+        median, low, high = measure(call, device=self.device)
+        baseline = next((row.median_ms for row in self.rows if (row.case, row.mode) == (case, mode)), median)
+        row = Row(self.name, case, provider, mode, median, low, high, memory, median / baseline, **self._versions)
+        self.rows.append(row)
+        print(f"{case:24s} {mode:10s} {provider:22s} {median:9.3f} ms  x{row.ratio:6.3f}  {memory:9.1f} MiB", flush=True)
+        return row
+
+
+def versions(device: str) -> dict[str, str]:
+    """Return device name, torch, triton and commit, for the record."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    return {"device": name, "torch": torch.__version__, "triton": triton_version, "commit": commit.strip() or "unknown"}
+
+
+def write_csv(rows: Iterable[Row], path: Path) -> None:
+    """Write the rows, all or nothing."""
+    rows = [asdict(row) for row in rows]
+    if not rows:
+        raise ValueError("rows is empty; allowed: at least one measurement")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    os.replace(file.name, path)

@@ -1,0 +1,234 @@
+"""The metrics as `torchmetrics.Metric`s: fed batch by batch, and the same number on one process or many (DDP).
+
+Averages keep a sum and a count, which add up over processes. Metrics that rank all predictions keep one or two numbers for
+each of them and gather these. Every `update` takes the sampled probabilities (draws, predictions, classes) and the labels;
+`samples` of one draw, `probabilities[None]`, is a deterministic model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAUROC, MulticlassCalibrationError
+from torchmetrics.utilities import dim_zero_cat
+
+from bayesattn.metrics import calibration, detection, disagreement, scoring, selective
+from bayesattn.metrics.pavpu import THRESHOLDS, pavpu_terms
+from bayesattn.metrics.significance import ClassTask, Space, Test, top_two_p_value
+
+Samples = Float[Tensor, "s b c"]
+Labels = Int[Tensor, " b"]
+
+
+class _Mean(Metric):
+    """The average of one number (or vector) for each prediction."""
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, shape: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def _add(self, values: Tensor) -> None:
+        self.total += values.double().sum(dim=0)
+        self.count += len(values)
+
+    def compute(self) -> Tensor:
+        """Return the mean over all predictions seen."""
+        if int(self.count) == 0:
+            raise ValueError("no predictions were given; allowed: at least one update before compute")
+        return self.total / self.count
+
+
+class Accuracy(_Mean):
+    """Share of predictions whose most probable class, of the mean over draws, is the label."""
+
+    def update(self, samples: Samples, labels: Labels) -> None:
+        """Add a batch."""
+        self._add(scoring.correct(_mean(samples), labels))
+
+
+class NegativeLogLikelihood(_Mean):
+    """Mean −ln p(label) of the mean over draws."""
+
+    def update(self, samples: Samples, labels: Labels) -> None:
+        """Add a batch."""
+        self._add(scoring.negative_log_likelihood(_mean(samples), labels))
+
+
+class BrierScore(_Mean):
+    """Mean Σ_c (p_c − 1[c = label])² of the mean over draws."""
+
+    def update(self, samples: Samples, labels: Labels) -> None:
+        """Add a batch."""
+        self._add(scoring.brier_score(_mean(samples), labels))
+
+
+class PredictiveEntropy(_Mean):
+    """Mean entropy of the mean over draws, in nats."""
+
+    def update(self, samples: Samples, labels: Labels | None = None) -> None:
+        """Add a batch; labels are not looked at."""
+        self._add(disagreement.entropy(_mean(samples)))
+
+
+class MutualInformation(_Mean):
+    """Mean mutual information between prediction and posterior draw, in nats."""
+
+    def update(self, samples: Samples, labels: Labels | None = None) -> None:
+        """Add a batch; labels are not looked at."""
+        self._add(disagreement.mutual_information(samples))
+
+
+class PairwiseAgreement(_Mean):
+    """Mean probability that two draws predict the same class."""
+
+    def update(self, samples: Samples, labels: Labels | None = None) -> None:
+        """Add a batch; labels are not looked at."""
+        self._add(disagreement.pairwise_agreement(samples))
+
+
+class PatchAccuracyVsUncertainty(_Mean):
+    """PAvPU at each of several thresholds.
+
+    Args:
+        thresholds: A prediction is certain if its p-value is at most this.
+        test: See `top_two_p_value`.
+        space: See `top_two_p_value`.
+        task: See `top_two_p_value`.
+        **kwargs: Of `torchmetrics.Metric`.
+    """
+
+    def __init__(
+        self,
+        thresholds: Sequence[float] = THRESHOLDS,
+        *,
+        test: Test = "paired",
+        space: Space = "probability",
+        task: ClassTask = "multiclass",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(shape=(len(thresholds),), **kwargs)
+        self.thresholds = tuple(thresholds)
+        self.test: Test = test
+        self.space: Space = space
+        self.task: ClassTask = task
+
+    def update(self, samples: Samples, accuracy: Tensor) -> None:
+        """Add a batch; `accuracy` is that of the predicted answers, fractions allowed."""
+        p_value = top_two_p_value(samples, test=self.test, space=self.space, task=self.task)
+        self._add(pavpu_terms(accuracy, p_value, self.thresholds))
+
+
+class _Ranked(Metric):
+    """A function of all confidences and accuracies together."""
+
+    full_state_update = False
+    confidence: list[Tensor]
+    accuracy: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("confidence", [], dist_reduce_fx="cat")
+        self.add_state("accuracy", [], dist_reduce_fx="cat")
+
+    def update(self, samples: Samples, labels: Labels) -> None:
+        """Add a batch."""
+        mean = _mean(samples)
+        self.accuracy.append(scoring.correct(mean, labels))
+        self.confidence.append(mean.amax(dim=1))
+
+    def compute(self) -> Tensor:
+        """Return the statistic of all predictions seen."""
+        if len(self.confidence) == 0:
+            raise ValueError("no predictions were given; allowed: at least one update before compute")
+        return self._statistic(dim_zero_cat(self.confidence), dim_zero_cat(self.accuracy))
+
+    def _statistic(self, confidence: Tensor, accuracy: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class AURC(_Ranked):
+    """Area under the risk-coverage curve."""
+
+    def _statistic(self, confidence: Tensor, accuracy: Tensor) -> Tensor:
+        return selective.aurc(confidence, accuracy)
+
+
+class ExcessAURC(_Ranked):
+    """AURC minus that of the best ranking of the same predictions."""
+
+    def _statistic(self, confidence: Tensor, accuracy: Tensor) -> Tensor:
+        return selective.excess_aurc(confidence, accuracy)
+
+
+class SelectiveAccuracy(_Ranked):
+    """Accuracy of the most confident share `coverage` of the predictions."""
+
+    def __init__(self, coverage: float = 0.8, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.coverage = coverage
+
+    def _statistic(self, confidence: Tensor, accuracy: Tensor) -> Tensor:
+        return selective.selective_accuracy(confidence, accuracy, coverage=self.coverage)
+
+
+class AdaptiveCalibrationError(_Ranked):
+    """Calibration error over `num_bins` bins with equally many predictions."""
+
+    def __init__(self, num_bins: int = 15, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_bins = num_bins
+
+    def _statistic(self, confidence: Tensor, accuracy: Tensor) -> Tensor:
+        return calibration.expected_calibration_error(confidence, accuracy, num_bins=self.num_bins, scheme="equal_count")
+
+
+class CalibrationError(MulticlassCalibrationError):
+    """torchmetrics' expected calibration error (`n_bins`, `norm` as there), of the mean over draws."""
+
+    def update(self, samples: Samples, labels: Labels) -> None:
+        """Add a batch."""
+        super().update(_mean(samples), labels)
+
+
+class AUROC(MulticlassAUROC):
+    """torchmetrics' one-against-rest AUROC of the class probabilities, of the mean over draws."""
+
+    def update(self, samples: Samples, labels: Labels) -> None:
+        """Add a batch."""
+        super().update(_mean(samples), labels)
+
+
+class OODDetection(Metric):
+    """AUROC, AUPR and FPR95 of an uncertainty score for out-of-distribution inputs; see `metrics.ood_detection`."""
+
+    full_state_update = False
+    score: list[Tensor]
+    is_out: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("score", [], dist_reduce_fx="cat")
+        self.add_state("is_out", [], dist_reduce_fx="cat")
+
+    def update(self, score: Float[Tensor, " b"], is_out: Tensor) -> None:
+        """Add scores (larger: more likely from elsewhere) and whether each input is from elsewhere (boolean or 0/1)."""
+        self.score.append(score.double())
+        self.is_out.append(is_out.to(torch.int64))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the three numbers by name."""
+        score, is_out = dim_zero_cat(self.score), dim_zero_cat(self.is_out)
+        found = detection.ood_detection(score[is_out == 0], score[is_out == 1])
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.to_dict().items()}
+
+
+def _mean(samples: Tensor) -> Tensor:
+    return samples.mean(dim=0, dtype=torch.float64)

@@ -1,0 +1,73 @@
+"""Proper scores and accuracy, one number for each prediction; average them for the metric.
+
+A proper score is lowest in expectation when the stated probabilities are the true ones, so it rewards calibration and
+sharpness together.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bayesattn.metrics import _validate
+
+
+def negative_log_likelihood(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return −ln p(label). A label that was given probability 0 costs infinity; `nll_from_logits` avoids underflow."""
+    _check(probabilities, labels)
+    return -torch.log(probabilities.double().gather(1, labels.long()[:, None]).squeeze(1))
+
+
+def nll_from_logits(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return −ln of the label's probability averaged over the draws, −ln (1/M) Σ_s softmax(logits_s), in log space."""
+    _validate.samples(logits, "multiclass")
+    _validate.finite("logits", logits)
+    _validate.labels(labels, logits.shape[1], logits.shape[2])
+    chosen = logits.gather(2, labels.long()[None, :, None].expand(len(logits), -1, -1)).squeeze(2).double()
+    log_likelihood = chosen - torch.logsumexp(logits.double(), dim=-1)
+    return math.log(len(logits)) - torch.logsumexp(log_likelihood, dim=0)
+
+
+def brier_score(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return Σ_c (p_c − 1[c = label])², from 0 to 2 (Brier's own form; some halve it for two classes)."""
+    _check(probabilities, labels)
+    probabilities = probabilities.double()
+    chosen = probabilities.gather(1, labels.long()[:, None]).squeeze(1)
+    # (p − 1)² − p² = 1 − 2p for the labelled class
+    return probabilities.square().sum(dim=1) + 1.0 - 2.0 * chosen
+
+
+def correct(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return 1 where the most probable class (the first of equal ones) is the label, else 0."""
+    _check(probabilities, labels)
+    return (probabilities.argmax(dim=1) == labels).double()
+
+
+def binary_cross_entropy(probabilities: Float[Tensor, "b c"], targets: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """Return the multi-label cross-entropy summed over the classes, for hard or fractional targets (VQA)."""
+    _check_targets(probabilities, targets)
+    p, target = probabilities.double(), targets.double()
+    # xlogy: a probability of 0 costs nothing where the target gives it no weight
+    return -(torch.xlogy(target, p) + torch.special.xlog1py(1.0 - target, -p)).sum(dim=1)
+
+
+def multilabel_brier_score(probabilities: Float[Tensor, "b c"], targets: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """Return Σ_c (p_c − target_c)² for hard or fractional targets."""
+    _check_targets(probabilities, targets)
+    return (probabilities.double() - targets.double()).square().sum(dim=1)
+
+
+def _check(probabilities: Tensor, labels: Tensor) -> None:
+    _validate.floating("probabilities", probabilities, "b c")
+    _validate.probabilities("probabilities", probabilities)
+    _validate.labels(labels, *probabilities.shape)
+
+
+def _check_targets(probabilities: Tensor, targets: Tensor) -> None:
+    _validate.floating("probabilities", probabilities, "b c")
+    _validate.floating("targets", targets, "b c")
+    if targets.shape != probabilities.shape:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; allowed: {tuple(probabilities.shape)}")
+    _validate.unit_interval("probabilities", probabilities)
+    _validate.unit_interval("targets", targets)

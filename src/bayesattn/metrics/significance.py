@@ -1,0 +1,115 @@
+"""Does the model prefer its first class to its second, or is the difference noise (App. C.2.1 of the paper)?
+
+M sampled predictions give M values for each of the two most probable classes; a two-sided test of equal means gives the
+p-value of a prediction. Small p: certain. The p-value depends on M: any fixed difference becomes significant as M grows.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bayesattn.metrics import _validate
+from bayesattn.metrics._special import student_t_two_sided
+from bayesattn.metrics._wilcoxon import wilcoxon_p_value
+
+Test = Literal["paired", "welch", "pooled", "wilcoxon"]
+Space = Literal["probability", "logit"]
+ClassTask = Literal["multiclass", "multilabel"]
+TESTS, SPACES = get_args(Test), get_args(Space)
+
+# values of `samples` looked at together when the caller names no chunk: 64 MiB of float32, with temporaries below 0.5 GiB
+_VALUES_PER_CHUNK = 2**24
+
+
+def top_two_p_value(
+    samples: Float[Tensor, "s b c"],
+    *,
+    test: Test = "paired",
+    space: Space = "probability",
+    task: ClassTask = "multiclass",
+    chunk_size: int | None = None,
+) -> Float[Tensor, " b"]:
+    """Return the p-value that the two most probable classes differ, for every prediction.
+
+    The two classes are the top two of the mean probability over the draws. All differences zero gives p = 1; no variance
+    but different means gives p = 0. The result never is NaN.
+
+    Args:
+        samples: Probabilities of M ≥ 2 draws, or logits if `space` is `logit`; draws first.
+        test: `paired` t-test of the M differences (the paper's graph code), `welch` (its VQA code) or `pooled` two-sample
+            t-test, or the `wilcoxon` signed-rank test with scipy's rules (see `_wilcoxon`).
+        space: What `samples` holds, and so what is tested. Logits also rank the classes by their mean probability.
+        task: `multiclass`: rows are distributions (softmax of logits); `multilabel`: one probability a class (sigmoid).
+        chunk_size: Predictions looked at together; None keeps the extra memory below 0.5 GiB.
+
+    Returns:
+        float64 p-values.
+
+    Raises:
+        ValueError: Fewer than two draws or classes, NaN, or values that are no probabilities.
+    """
+    _validate.choice("test", test, TESTS)
+    _validate.choice("space", space, SPACES)
+    _validate.samples(samples, task, least_draws=2)
+    draws, predictions, classes = samples.shape
+    chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
+    _validate.count("chunk_size", chunk_size)
+    p_value = torch.empty(predictions, dtype=torch.float64, device=samples.device)
+    for start in range(0, predictions, chunk_size):
+        chunk = samples[:, start : start + chunk_size].detach()
+        classes_of_chunk = top_two_classes(_mean_probability(chunk, space, task))
+        pair = chunk.gather(2, classes_of_chunk.expand(draws, -1, -1)).double()
+        p_value[start : start + chunk_size] = two_sample_p_value(pair[..., 0], pair[..., 1], test=test)
+    return p_value
+
+
+def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"], *, test: Test) -> Float[Tensor, " b"]:
+    """Return the two-sided p-value that two sets of M values have one mean, column by column."""
+    _validate.choice("test", test, TESTS)
+    if first.shape[0] < 2:
+        raise ValueError(f"first has {first.shape[0]} draws on its first axis; allowed: at least 2")
+    first, second = first.double(), second.double()
+    if test == "wilcoxon":
+        return wilcoxon_p_value(first - second)
+    draws = first.shape[0]
+    if test == "paired":
+        mean, variance = _mean_and_variance(first - second)
+        df = torch.full_like(mean, draws - 1.0)
+    else:
+        (mean_1, variance_1), (mean_2, variance_2) = _mean_and_variance(first), _mean_and_variance(second)
+        # with M values on both sides the pooled and the Welch statistic are one, only their degrees of freedom differ
+        mean, variance = mean_1 - mean_2, variance_1 + variance_2
+        share = torch.where(variance > 0, variance_1 / variance, 0.5)
+        df = (draws - 1.0) / (share.square() + (1.0 - share).square())
+        df = torch.full_like(df, 2.0 * (draws - 1.0)) if test == "pooled" else df
+    constant = variance == 0
+    t = mean / torch.where(constant, torch.ones_like(variance), variance / draws).sqrt()
+    return torch.where(constant, (mean == 0).double(), student_t_two_sided(t, df))
+
+
+def top_two_classes(mean: Float[Tensor, "b c"]) -> Int[Tensor, "b 2"]:
+    """Return the two classes with the largest mean probability; of equal ones the lowest index, on every device."""
+    # argmax documents that it returns the first maximum; topk promises nothing about ties
+    first = mean.argmax(dim=-1, keepdim=True)
+    second = mean.scatter(-1, first, -torch.inf).argmax(dim=-1, keepdim=True)
+    return torch.cat([first, second], dim=-1)
+
+
+def _mean_probability(chunk: Tensor, space: Space, task: ClassTask) -> Tensor:
+    if space == "logit":
+        _validate.finite("samples", chunk)
+        chunk = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+        chunk = torch.softmax(chunk, dim=-1) if task == "multiclass" else torch.sigmoid(chunk)
+    else:
+        _validate.task_probabilities("samples", chunk, task)
+    return chunk.mean(dim=0, dtype=torch.float64)
+
+
+def _mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
+    # the mean of equal values may differ from them by a rounding, which would make their variance 1e-34 instead of zero
+    constant = values.amax(dim=0) == values.amin(dim=0)
+    mean = values.mean(dim=0)
+    variance = (values - mean).square().sum(dim=0) / (values.shape[0] - 1.0)
+    return torch.where(constant, values[0], mean), torch.where(constant, 0.0, variance)

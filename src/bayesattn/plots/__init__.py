@@ -1,0 +1,16 @@
+"""Figures of uncertainty and attention. Needs matplotlib (the `plots` extra); every function returns a `Figure`."""
+
+from bayesattn.plots.attention import plot_attention, plot_attention_heads
+from bayesattn.plots.graph import plot_edge_uncertainty
+from bayesattn.plots.uncertainty import plot_entropy, plot_p_values, plot_pavpu, plot_reliability, plot_risk_coverage
+
+__all__ = [
+    "plot_attention",
+    "plot_attention_heads",
+    "plot_edge_uncertainty",
+    "plot_entropy",
+    "plot_p_values",
+    "plot_pavpu",
+    "plot_reliability",
+    "plot_risk_coverage",
+]

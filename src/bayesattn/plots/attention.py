@@ -1,0 +1,122 @@
+"""Figures about attention weights: what the prior says, what the posterior says, and where it is unsure."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bayesattn.plots._style import SEQUENTIAL, array, names, new_figure
+from bayesattn.plots._style import title as set_title
+
+
+def plot_attention(
+    weights: Float[Tensor, "s m n"],
+    *,
+    prior_weights: Float[Tensor, " n"] | None = None,
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    num_shown: int = 2,
+    title: str = "",
+) -> Figure:
+    """Draw prior Ψ, mean of W, standard deviation of W and a few samples of one head (the paper's Fig. 1).
+
+    Args:
+        weights: Sampled attention weights of one head; draws first.
+        prior_weights: Ψ, one weight for every key, shared by all queries; left out if None.
+        queries: Row names (words of the sentence, decoding steps); numbers if None.
+        keys: Column names.
+        num_shown: How many samples to draw.
+        title: Above the figure.
+    """
+    sampled = array(weights)
+    if sampled.ndim != 3 or sampled.size == 0 or len(sampled) < 2:
+        raise ValueError(f"weights has shape {sampled.shape}; allowed: (draws, queries, keys) with at least 2 draws")
+    _, m, n = sampled.shape
+    rows, columns = names(queries, map(str, range(m)), "queries", m), names(keys, map(str, range(n)), "keys", n)
+    panels = [("mean of W", sampled.mean(axis=0)), ("standard deviation of W", sampled.std(axis=0, ddof=1))]
+    panels += [(f"sample {index + 1}", sampled[index]) for index in range(min(num_shown, len(sampled)))]
+    if prior_weights is not None:
+        if tuple(prior_weights.shape) != (n,):
+            raise ValueError(f"prior_weights has shape {tuple(prior_weights.shape)}; allowed: ({n},), one for every key")
+        panels.insert(0, ("prior Ψ", array(prior_weights)[None, :]))
+    size = min(3.4, max(1.9, 0.28 * max(m, n)))
+    figure, axes = new_figure(size * len(panels) + 0.6, size * min(1.4, max(0.6, m / n)) + 1.1, columns=len(panels))
+    # one scale for all weights, so that they can be compared; the deviation has its own
+    top = max(panel.max() for name, panel in panels if not name.startswith("standard"))
+    for ax, (name, panel) in zip(axes[0], panels, strict=True):
+        deviation = name.startswith("standard")
+        image = ax.imshow(panel, cmap=SEQUENTIAL, vmin=0.0, vmax=None if deviation else top, aspect="auto")
+        figure.colorbar(image, ax=ax, shrink=0.8, pad=0.03).ax.tick_params(labelsize=7)
+        set_title(ax, name)
+        _label(ax, rows if (len(panel) == m and len(panel) > 1) or m == 1 else ["all queries"], columns)
+    for ax in axes[0, 1:] if prior_weights is None else axes[0, 2:]:
+        ax.set_yticklabels([])
+    if title:
+        figure.suptitle(title, fontsize=11, parse_math=False)
+    return figure
+
+
+def plot_attention_heads(
+    weights: Float[Tensor, "s h m n"],
+    *,
+    statistic: str = "mean",
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    steps: Sequence[int] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw one map for every head; or, with `steps`, one bar of keys for every head and chosen query (decoding step).
+
+    Args:
+        weights: Sampled attention weights; draws first.
+        statistic: `mean` or `std` over the draws.
+        queries: Row names.
+        keys: Column names.
+        steps: Queries to show, one under the other; all as one map if None.
+        title: Above the figure.
+    """
+    if statistic not in ("mean", "std"):
+        raise ValueError(f"statistic is {statistic!r}; allowed: 'mean', 'std'")
+    sampled = array(weights)
+    if sampled.ndim != 4 or sampled.size == 0 or (statistic == "std" and len(sampled) < 2):
+        raise ValueError(f"weights has shape {sampled.shape}; allowed: (draws, heads, queries, keys), 2 draws for 'std'")
+    _, heads, m, n = sampled.shape
+    rows, columns = names(queries, map(str, range(m)), "queries", m), names(keys, map(str, range(n)), "keys", n)
+    chosen = list(range(m)) if steps is None else list(steps)
+    if not chosen or any(not 0 <= step < m for step in chosen):
+        raise ValueError(f"steps is {chosen}; allowed: at least one number from 0 to {m - 1}")
+    values = (sampled.mean(axis=0) if statistic == "mean" else sampled.std(axis=0, ddof=1))[:, chosen]
+    rows = [rows[step] for step in chosen]
+    across = min(heads, 4)
+    down = -(-heads // across)
+    width, height = max(1.8, 0.2 * n), max(1.3, 0.2 * len(chosen)) + 0.5
+    figure, axes = new_figure(min(12.0, width * across + 1.2), min(12.0, height * down + 0.6), rows=down, columns=across)
+    image = ScalarMappable(Normalize(0.0, values.max()), SEQUENTIAL)
+    for unused in axes.flat[heads:]:
+        unused.set_visible(False)
+    for index, ax in enumerate(axes.flat[:heads]):
+        ax.imshow(values[index], cmap=image.cmap, norm=image.norm, aspect="auto")
+        set_title(ax, f"head {index + 1}")
+        _label(ax, rows if index % across == 0 else [""] * len(rows), columns)
+    name = "mean of W" if statistic == "mean" else "standard deviation of W"
+    bar = figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.8)
+    bar.set_label(name, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    if title:
+        figure.suptitle(title, fontsize=11, parse_math=False)
+    return figure
+
+
+def _label(ax, rows: list[str], columns: list[str]) -> None:
+    # words are worth a line each as long as they fit; numbers are thinned out
+    for axis, labels, rotate in ((ax.yaxis, rows, False), (ax.xaxis, columns, True)):
+        thin = max(1, -(-len(labels) // 24))
+        axis.set_ticks(np.arange(0, len(labels), thin), [label[:18] for label in labels[::thin]])
+        if rotate and max(map(len, labels)) > 2:
+            for text in axis.get_ticklabels():
+                text.set(rotation=60, ha="right", rotation_mode="anchor")
+    ax.tick_params(length=0, labelsize=7)

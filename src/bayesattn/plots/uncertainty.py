@@ -1,0 +1,201 @@
+"""Figures about predictions: calibration, selective prediction, PAvPU, p-values, entropies.
+
+Functions that compare models take a mapping from name to data and draw one line each.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float, Shaped
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bayesattn.metrics import PAvPU, ReliabilityBins, reliability_bins, risk_coverage
+from bayesattn.metrics.calibration import Scheme
+from bayesattn.plots._style import BAD, COLORS, GOOD, LINES, MARKERS, NEUTRAL, array, legend, names, new_figure, plain
+from bayesattn.plots._style import title as set_title
+
+Columns = tuple[Float[Tensor, " b"], Shaped[Tensor, " b"]]
+
+
+def plot_reliability(
+    confidence: Float[Tensor, " b"],
+    accuracy: Shaped[Tensor, " b"],
+    *,
+    num_bins: int = 10,
+    scheme: Scheme = "equal_width",
+    title: str = "",
+) -> Figure:
+    """Draw accuracy against confidence; the diagonal is perfect calibration.
+
+    Args:
+        confidence: Probability of the predicted class.
+        accuracy: Acc_i of the predictions.
+        num_bins: How many bins at most.
+        scheme: Bins of equal width or equal count.
+        title: Above the figure.
+    """
+    bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme)
+    figure, axes = new_figure(4.2, 4.6, rows=2, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
+    top, bottom = axes[:, 0]
+    sure, right = array(bins.confidence), array(bins.accuracy)
+    top.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1, linestyle="--", label="perfect")
+    top.vlines(sure, np.minimum(sure, right), np.maximum(sure, right), color=BAD, linewidth=5, alpha=0.35, label="gap")
+    top.plot(sure, right, color=GOOD, marker="o", markersize=5, linewidth=1.5, label="model")
+    top.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+    set_title(top, title or f"Reliability (ECE {_ece(bins):.3f})")
+    legend(top, loc="upper left")
+    share = array(bins.count) / array(bins.count).sum()
+    bottom.bar(sure, share, width=0.6 / num_bins, color=GOOD)
+    bottom.set(xlabel="confidence", ylabel="share")
+    for ax in (top, bottom):
+        plain(ax)
+    return figure
+
+
+def plot_risk_coverage(curves: Mapping[str, Columns], *, title: str = "") -> Figure:
+    """Draw the error of the answered predictions against the share that is answered.
+
+    Args:
+        curves: For each model its confidences and accuracies.
+        title: Above the figure.
+    """
+    figure, axes = new_figure()
+    ax, highest = axes[0, 0], 0.0
+    for index, (name, (confidence, accuracy)) in enumerate(_some(curves).items()):
+        curve = risk_coverage(confidence, accuracy)
+        label = f"{names([name], (), 'curves', 1)[0]} (AURC {float(curve.risk.mean()):.3f})"
+        ax.plot(array(curve.coverage), array(curve.risk), label=label, linewidth=1.6, **_look(index))
+        highest = max(highest, float(curve.risk[len(curve.risk) // 20 :].max()))
+    # the first few predictions swing between no error and all: they do not set the scale
+    ax.set(xlim=(0, 1), ylim=(0, 1.1 * highest or 1.0), xlabel="coverage", ylabel="error of the answers")
+    set_title(ax, title or "Risk and coverage")
+    plain(ax)
+    legend(ax, loc="lower right")
+    return figure
+
+
+def plot_pavpu(curves: Mapping[str, Sequence[PAvPU]], *, over: str = "threshold", title: str = "") -> Figure:
+    """Draw PAvPU with its interval against the threshold, or against the number of samples.
+
+    Args:
+        curves: For each model the results of `pavpu_by_threshold` or `pavpu_by_num_samples`.
+        over: `threshold` or `num_samples`.
+        title: Above the figure.
+    """
+    if over not in ("threshold", "num_samples"):
+        raise ValueError(f"over is {over!r}; allowed: 'threshold', 'num_samples'")
+    figure, axes = new_figure()
+    ax = axes[0, 0]
+    for index, (name, points) in enumerate(_some(curves).items()):
+        if len(points) == 0:
+            raise ValueError(f"curves[{name!r}] is empty; allowed: at least one PAvPU")
+        points = sorted(points, key=lambda point: getattr(point, over))
+        x = [getattr(point, over) for point in points]
+        color = COLORS[index % len(COLORS)]
+        ax.fill_between(x, [p.low for p in points], [p.high for p in points], color=color, alpha=0.15, linewidth=0)
+        label = names([name], (), "curves", 1)[0]
+        marker = MARKERS[index % len(MARKERS)]
+        ax.plot(x, [p.value for p in points], label=label, marker=marker, markersize=4, linewidth=1.6, **_look(index))
+    every = [point for points in curves.values() for point in points]
+    ax.set(xscale="log", xlabel="p-value threshold" if over == "threshold" else "samples M", ylabel="PAvPU")
+    fixed = [f"M = {point.num_samples}" if over == "threshold" else f"threshold {point.threshold:g}" for point in every]
+    behind = {f"{point.test}, {point.space}, {rest}" for point, rest in zip(every, fixed, strict=True)}
+    set_title(ax, title or f"PAvPU ({'; '.join(sorted(behind))})")
+    ticks = sorted({getattr(point, over) for point in every})
+    if len(ticks) <= 8:
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
+    plain(ax)
+    legend(ax, loc="best")
+    return figure
+
+
+def plot_p_values(
+    p_value: Float[Tensor, " b"], accuracy: Shaped[Tensor, " b"], *, threshold: float = 0.05, title: str = ""
+) -> Figure:
+    """Draw how p-values spread for right and for wrong answers; good uncertainty puts the wrong ones to the right.
+
+    Args:
+        p_value: From `top_two_p_value`.
+        accuracy: Acc_i; above one half counts as right.
+        threshold: Drawn as a line; left of it is certain.
+        title: Above the figure.
+    """
+    figure, axes = new_figure()
+    ax = axes[0, 0]
+    p, right = array(p_value), array(accuracy) > 0.5
+    if len(p) == 0 or len(p) != len(right):
+        raise ValueError(f"p_value and accuracy have lengths {len(p)} and {len(right)}; allowed: one length, at least 1")
+    edges = np.linspace(0, 1, 21)
+    _shares(ax, p[right], edges, GOOD, "right", filled=True)
+    _shares(ax, p[~right], edges, BAD, "wrong", filled=False)
+    ax.axvline(threshold, color="black", linewidth=1, linestyle=":")
+    ax.annotate(
+        f"certain: p ≤ {threshold:g}", (threshold, 0.97), xycoords=("data", "axes fraction"),
+        xytext=(4, 0), textcoords="offset points", fontsize=8, va="top",
+    )  # fmt: skip
+    ax.set(xlim=(0, 1), xlabel="p-value", ylabel="share of each group")
+    set_title(ax, title or "p-values of right and wrong answers")
+    plain(ax)
+    legend(ax, loc="upper right", bbox_to_anchor=(1.0, 0.9))
+    return figure
+
+
+def plot_entropy(
+    entropy_in: Float[Tensor, " n"],
+    entropy_out: Float[Tensor, " m"],
+    *,
+    title: str = "",
+    xlabel: str = "predictive entropy (nats)",
+) -> Figure:
+    """Draw how the entropy spreads for inputs like the training data and for others.
+
+    Args:
+        entropy_in: Of inputs from the training distribution.
+        entropy_out: Of inputs from elsewhere.
+        title: Above the figure.
+        xlabel: Below the axis, for another score than entropy.
+    """
+    inside, outside = array(entropy_in), array(entropy_out)
+    if len(inside) == 0 or len(outside) == 0:
+        raise ValueError(f"entropies have lengths {len(inside)} and {len(outside)}; allowed: at least 1 each")
+    figure, axes = new_figure()
+    ax = axes[0, 0]
+    both = np.concatenate([inside, outside])
+    edges = np.linspace(both.min(), both.max() if both.max() > both.min() else both.min() + 1.0, 31)
+    _shares(ax, inside, edges, GOOD, "in distribution", filled=True)
+    _shares(ax, outside, edges, BAD, "out of distribution", filled=False)
+    ax.set(xlabel=xlabel, ylabel="share of each group")
+    set_title(ax, title or "Uncertainty in and out of distribution")
+    plain(ax)
+    legend(ax, loc="best")
+    return figure
+
+
+def _ece(bins: ReliabilityBins) -> float:
+    return float((bins.count * (bins.accuracy - bins.confidence).abs()).sum() / bins.count.sum())
+
+
+def _shares(ax, values: np.ndarray, edges: np.ndarray, color: str, label: str, *, filled: bool) -> None:
+    # filled against outlined keeps the two apart without colour
+    share = np.histogram(values, edges)[0] / max(1, len(values))
+    ax.stairs(
+        share,
+        edges,
+        color=color,
+        fill=filled,
+        alpha=0.55 if filled else 1.0,
+        linewidth=1.8,
+        label=f"{label} ({len(values)})",
+    )
+
+
+def _look(index: int) -> dict[str, str]:
+    return {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index % len(LINES)]}
+
+
+def _some(curves: Mapping) -> Mapping:
+    if len(curves) == 0:
+        raise ValueError("curves is empty; allowed: at least one model")
+    return curves

@@ -1,0 +1,124 @@
+"""The running metrics: batch by batch equals all at once, and two processes equal one."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sklearn.metrics import roc_auc_score
+
+from bayesattn import metrics
+from bayesattn.metrics import running
+
+S, B, C = 5, 103, 4
+
+
+def _case():
+    generator = torch.Generator().manual_seed(3)
+    samples = torch.softmax(2 * torch.randn(S, B, C, generator=generator), -1)
+    return samples, torch.randint(C, (B,), generator=generator)
+
+
+def _make() -> dict[str, running.Metric]:
+    return {
+        "accuracy": running.Accuracy(),
+        "nll": running.NegativeLogLikelihood(),
+        "brier": running.BrierScore(),
+        "mean_entropy": running.PredictiveEntropy(),
+        "mean_mutual_information": running.MutualInformation(),
+        "mean_pairwise_agreement": running.PairwiseAgreement(),
+        "aurc": running.AURC(),
+        "e_aurc": running.ExcessAURC(),
+        "selective_accuracy_80": running.SelectiveAccuracy(0.8),
+        "adaptive_ece": running.AdaptiveCalibrationError(),
+        "ece": running.CalibrationError(num_classes=C),
+        "auroc": running.AUROC(num_classes=C),
+    }
+
+
+def _feed(parts: list[slice]) -> dict[str, float]:
+    samples, labels = _case()
+    found = _make()
+    pavpu, ood = running.PatchAccuracyVsUncertainty(), running.OODDetection()
+    for part in parts:
+        for metric in found.values():
+            metric.update(samples[:, part], labels[part])
+        mean = samples[:, part].mean(0, dtype=torch.float64)
+        pavpu.update(samples[:, part], metrics.correct(mean, labels[part]))
+        ood.update(metrics.entropy(mean), labels[part] == 0)
+    values = {name: float(metric.compute()) for name, metric in found.items()}
+    values |= {f"pavpu_{key}": float(value) for key, value in zip(("01", "05", "10"), pavpu.compute(), strict=True)}
+    return values | {f"ood_{name}": float(value) for name, value in ood.compute().items()}
+
+
+def test_batches_add_up_to_the_functional_metrics():
+    samples, labels = _case()
+    found = _feed([slice(0, 40), slice(40, 41), slice(41, B)])
+    expected = metrics.evaluate_predictions(samples, labels, num_resamples=0)
+    for name, estimate in expected.items():
+        # torchmetrics' calibration error is summed in float32
+        assert found[name] == pytest.approx(estimate.value, abs=1e-6 if name == "ece" else 1e-12), name
+    mean = samples.mean(0, dtype=torch.float64)
+    assert found["auroc"] == pytest.approx(roc_auc_score(labels, mean, multi_class="ovr"), abs=1e-6)
+    score = metrics.entropy(mean)
+    assert found["ood_aupr"] == pytest.approx(metrics.ood_detection(score[labels != 0], score[labels == 0]).aupr, abs=1e-12)
+
+
+def _worker(rank: int, rendezvous: str, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    # unequal shares: 61 and 42 predictions, in two and three batches
+    parts = [slice(0, 30), slice(30, 61)] if rank == 0 else [slice(61, 62), slice(62, 90), slice(90, B)]
+    results.put((rank, _feed(parts)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path):
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = mp.start_processes(
+        _worker, (str(tmp_path / "rendezvous"), results), nprocs=2, join=False, start_method="spawn"
+    )
+    while not processes.join():
+        pass
+    single = _feed([slice(0, B)])
+    for _ in range(2):
+        rank, found = results.get()
+        assert found == pytest.approx(single, abs=1e-6), rank
+        assert {n: v for n, v in found.items() if n not in ("ece", "auroc")} == pytest.approx(
+            {n: v for n, v in single.items() if n not in ("ece", "auroc")}, abs=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", list(_make()))
+def test_metrics_can_be_pickled_and_reset(name):
+    samples, labels = _case()
+    metric = _make()[name]
+    metric.update(samples, labels)
+    copy = pickle.loads(pickle.dumps(metric))
+    assert float(copy.compute()) == float(metric.compute())
+    metric.reset()
+    metric.update(samples[:, :50], labels[:50])
+    fresh = _make()[name]
+    fresh.update(samples[:, :50], labels[:50])
+    assert float(metric.compute()) == float(fresh.compute())
+
+
+@pytest.mark.parametrize("kind", [running.BrierScore, running.AURC])
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_computing_before_any_update_is_an_error(kind):
+    with pytest.raises(ValueError, match="no predictions were given"):
+        kind().compute()
+
+
+def test_a_refused_batch_leaves_the_state_as_it_was():
+    samples, labels = _case()
+    metric = running.AURC()
+    metric.update(samples, labels)
+    before = float(metric.compute())
+    with pytest.raises(ValueError, match="labels has values"):
+        metric.update(samples, labels + C)
+    metric._computed = None
+    assert float(metric.compute()) == before

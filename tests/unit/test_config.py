@@ -1,0 +1,127 @@
+"""AttentionConfig: the paper's names, presets as stated, bad values refused by name."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from bayesattn import AttentionConfig
+from helpers import no_type_checks
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_runs_it(monkeypatch):
+    no_type_checks(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("variant", "family", "prior_kind"),
+    [
+        ("soft", None, None),
+        ("BAM-NOKL", "weibull", None),
+        ("BAM-LF", "lognormal", "fixed"),
+        ("BAM-LC", "lognormal", "contextual"),
+        ("BAM-WF", "weibull", "fixed"),
+        ("BAM-WC", "weibull", "contextual"),
+    ],
+)
+def test_each_variant_means_what_its_letters_say(variant, family, prior_kind):
+    config = AttentionConfig(variant)
+    assert (config.family, config.prior_kind) == (family, prior_kind)
+    assert config.is_stochastic == (variant != "soft")
+    assert config.has_kl == (variant not in ("soft", "BAM-NOKL"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "forms"),
+    [
+        ("paper", ("raw", "psi", "psi", "sum")),
+        ("official-code", ("log_softmax", "beta_psi", "log_psi", "mean")),
+    ],
+)
+def test_presets_of_the_paper_and_of_its_code(preset, forms):
+    config = AttentionConfig("BAM-WC", preset=preset)
+    assert (config.score_form, config.alpha_form, config.mu_form, config.kl_reduction) == forms
+
+
+def test_the_default_preset_is_called_default_and_fills_every_form():
+    config = AttentionConfig()
+    assert config.variant == "BAM-WC"
+    assert config.preset == "default"
+    assert None not in (config.score_form, config.alpha_form, config.mu_form, config.kl_reduction)
+
+
+def test_a_named_option_wins_over_the_preset():
+    config = AttentionConfig("BAM-WC", preset="paper", kl_reduction="mean")
+    assert (config.score_form, config.kl_reduction) == ("raw", "mean")
+
+
+def test_the_config_is_frozen_and_hashable():
+    config = AttentionConfig("BAM-WF", weibull_k=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.weibull_k = 4.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert hash(config) == hash(AttentionConfig("BAM-WF", weibull_k=3.0))
+
+
+def test_only_the_variant_is_positional():
+    with pytest.raises(TypeError, match="positional"):
+        AttentionConfig("BAM-WC", 10.0)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("preset", ["paper", "official-code", "default"])
+def test_json_brings_back_the_same_config(preset):
+    config = AttentionConfig("BAM-LC", preset=preset, sigma_p=1e15, sigma_q=1e-15, prior_per_head=True, mu_form="psi")
+    assert AttentionConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_an_unknown_key_is_named_and_the_known_ones_are_listed():
+    with pytest.raises(ValueError, match=r"\['weibul_k'\].*allowed.*weibull_k"):
+        AttentionConfig.from_dict({"variant": "BAM-WC", "weibul_k": 3.0})
+
+
+def test_an_unknown_variant_is_answered_with_the_list():
+    with pytest.raises(ValueError, match="variant is 'BAM-XX'") as caught:
+        AttentionConfig("BAM-XX")
+    for variant in ("soft", "BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC"):
+        assert variant in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["preset", "score_form", "alpha_form", "mu_form", "kl_reduction"])
+def test_an_unknown_choice_is_answered_with_the_list(name):
+    with pytest.raises(ValueError, match=f"{name} is 'nonsense'; allowed: '"):
+        AttentionConfig("BAM-WC", **{name: "nonsense"})
+
+
+@pytest.mark.parametrize("name", ["weibull_k", "gamma_alpha", "gamma_beta", "sigma_q", "sigma_p"])
+@pytest.mark.parametrize("value", [0, -1.5, math.nan, math.inf, "3", None, True])
+def test_positive_numbers_are_required(name, value):
+    with pytest.raises(ValueError, match=f"{name} is .*; allowed: a finite number above 0") as caught:
+        AttentionConfig("BAM-WC", **{name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "0"])
+def test_mu_p_must_be_finite(value):
+    with pytest.raises(ValueError, match=r"mu_p is .*; allowed: a finite number"):
+        AttentionConfig("BAM-LF", mu_p=value)
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5])
+def test_prior_hidden_dim_must_be_a_positive_integer(value):
+    with pytest.raises(ValueError, match=f"prior_hidden_dim is {value}; allowed: an integer of at least 1"):
+        AttentionConfig("BAM-WC", prior_hidden_dim=value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sigma_p": 1e15, "sigma_q": 1e-15},
+        {"weibull_k": 0.5},
+        {"weibull_k": 2000},
+        {"gamma_alpha": 1e-15, "gamma_beta": 1e-15},
+    ],
+)
+def test_every_hyperparameter_of_the_paper_is_accepted(values):
+    config = AttentionConfig("BAM-WC", **values)
+    assert all(getattr(config, name) == value for name, value in values.items())

@@ -1,0 +1,192 @@
+"""Bad input gets a ValueError that names the argument, its value and what is allowed, before any work is done."""
+
+import math
+
+import pytest
+import torch
+
+import bayesattn as ba
+from bayesattn import functional
+from bayesattn.functional import attention, attention_weights
+from helpers import no_type_checks
+
+B, H, M, N, D = 2, 3, 5, 7, 4
+WF, WC = ba.AttentionConfig("BAM-WF"), ba.AttentionConfig("BAM-WC")
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_runs_it(monkeypatch):
+    """Without the suite's type checker."""
+    no_type_checks(monkeypatch)
+
+
+def _qkv(**changed: torch.Tensor) -> dict:
+    return {"query": torch.randn(B, H, M, D), "key": torch.randn(B, H, N, D), "value": torch.randn(B, H, N, D)} | changed
+
+
+def _refused(match: str, call, *args, **options) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=match):
+        call(*args, **options)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn before the check
+
+
+SCORES, QKV = torch.zeros(B, H, M, N), _qkv()
+CALLS = [
+    lambda **options: attention_weights(SCORES, config=WF, **options),
+    lambda **options: attention(**QKV, config=WF, **options),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["weights", "attention"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])
+def test_a_mask_must_be_boolean(call, dtype):
+    pattern = rf"mask is {dtype}; allowed: a torch\.bool tensor, True = attend \(an additive term goes into `bias`\)"
+    _refused(pattern, call, mask=torch.zeros(M, N, dtype=dtype))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["weights", "attention"])
+@pytest.mark.parametrize("mask", [[[True] * N] * M, "causal"])
+def test_a_mask_must_be_a_tensor(call, mask):
+    _refused(r"mask is (list|str); allowed: a torch\.bool tensor", call, mask=mask)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["weights", "attention"])
+@pytest.mark.parametrize("shape", [(M, N + 1), (N, M), (B, N), (B + 1, 1, 1, N), (B, H, M, N, 1), (1, B, H, M, N)])
+def test_a_mask_must_broadcast_to_the_scores(call, shape):
+    numbers = ", ".join(map(str, shape))
+    pattern = rf"mask has shape \({numbers}\); allowed: broadcastable to \({B}, {H}, {M}, {N}\)"
+    _refused(pattern, call, mask=torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(M, N + 1), (B + 1, 1, 1, N), (1, B, H, M, N)])
+def test_a_bias_must_broadcast_to_the_scores(shape):
+    _refused(r"bias has shape .*; allowed: broadcastable to", attention, **_qkv(), config=WF, bias=torch.zeros(shape))
+
+
+def test_a_bias_must_be_of_floats():
+    mask = torch.ones(M, N, dtype=torch.bool)
+    _refused(r"bias is torch\.bool; allowed: a floating-point tensor", attention, **_qkv(), config=WF, bias=mask)
+
+
+@pytest.mark.parametrize("shape", [(B, H, 1, N + 1), (B, H, M, N), (B, H, N), (N,), (B, H + 1, 1, N), (B + 1, 1, 1, N)])
+def test_a_prior_has_one_value_per_key(shape):
+    prior = torch.zeros(shape)
+    pattern = rf"prior has shape \({', '.join(map(str, shape))},?\); allowed: .*one value for each of the {N} keys"
+    _refused(pattern, attention, **_qkv(), config=WC, prior=prior)
+    _refused(pattern, attention_weights, torch.randn(B, H, M, N), config=WC, prior=prior)
+
+
+def test_a_prior_is_asked_for_and_refused_where_it_does_not_belong():
+    pattern = r"prior is None; allowed for BAM-WC: ln Ψ of shape \(b or 1, heads or 1, 1, 7\)"
+    _refused(pattern, attention, **_qkv(), config=WC)
+    _refused(pattern, attention_weights, torch.randn(B, H, M, N), config=WC)
+    for variant in ("BAM-WF", "BAM-LF", "BAM-NOKL", "soft"):
+        options = {"config": ba.AttentionConfig(variant), "prior": torch.zeros(1, 1, 1, N)}
+        pattern = rf"prior is a tensor; allowed for {variant}: None \(only BAM-LC and BAM-WC take one\)"
+        _refused(pattern, attention, **_qkv(), **options)
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(M, N, dtype=torch.int64), [[0.0]], None])
+def test_scores_must_be_floats(scores):
+    _refused(r"scores is .*; allowed: a floating-point tensor", attention_weights, scores, config=WF)
+
+
+@pytest.mark.parametrize("shape", [(N,), (1, B, H, M, N), ()])
+def test_scores_have_two_to_four_axes(shape):
+    _refused(r"scores has shape .*; allowed: \(b, h, m, n\)", attention_weights, torch.zeros(shape), config=WF)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"query": torch.randn(B, M, D)}, r"query has shape \(2, 5, 4\); allowed: four axes"),
+        ({"query": torch.zeros(B, H, M, D, dtype=torch.int32)}, r"query is torch.int32; allowed: a floating-point tensor"),
+        ({"key": torch.randn(B, H, N, D + 1)}, r"key has shape \(2, 3, 7, 5\); allowed beside query"),
+        ({"key": torch.randn(B + 1, H, N, D)}, r"key has shape \(3, 3, 7, 4\); allowed beside query .*: batch 2"),
+        ({"key": torch.randn(B, 2, N, D)}, r"key has shape \(2, 2, 7, 4\); .*heads that divides 3"),
+        ({"key": torch.randn(B, 0, N, D)}, r"key has shape \(2, 0, 7, 4\); .*heads that divides 3"),
+        ({"value": torch.randn(B, H, N + 1, D)}, r"value has shape \(2, 3, 8, 4\); allowed beside key: \(2, 3, 7, any\)"),
+        ({"value": torch.randn(B, 1, N, D)}, r"value has shape \(2, 1, 7, 4\); allowed beside key"),
+        ({"value": torch.randn(B, H, N, D).double()}, r"torch\.float32, torch\.float32, torch\.float64; allowed: one dtype"),
+    ],
+)
+def test_query_key_and_value_must_fit_each_other(changed, named):
+    for sample in (True, False):
+        _refused(named, attention, **_qkv(**changed), config=WF, sample=sample)
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 1.5, math.nan])
+def test_dropout_is_a_probability_below_one(dropout_p):
+    _refused(
+        f"dropout_p is {dropout_p}; allowed: at least 0 and below 1", attention, **_qkv(), config=WF, dropout_p=dropout_p
+    )
+
+
+def test_an_unknown_backend_is_answered_with_the_list():
+    _refused(r"backend is 'cuda'; allowed: 'auto', 'reference'", attention, **_qkv(), config=WF, backend="cuda")
+
+
+@pytest.mark.parametrize("seed", [torch.arange(B + 1), torch.zeros(B, 2, dtype=torch.int64)])
+def test_a_seed_is_one_number_or_one_per_example(seed):
+    pattern = r"seed is a torch.int64 tensor of shape .*; allowed: a 64-bit integer, or .* with one or 2 entries"
+    _refused(pattern, attention, **_qkv(), config=WF, seed=seed)
+    _refused(pattern, attention_weights, torch.randn(B, H, M, N), config=WF, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", torch.tensor([0.5, 1.0]), 2**64])
+def test_a_seed_is_an_integer_of_64_bits(seed):
+    _refused(r"seed is .*; allowed: ", attention_weights, torch.randn(B, H, M, N), config=WF, seed=seed)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "prior"])
+def test_check_finite_names_the_broken_input(name, bad):
+    tensors = _qkv(bias=torch.randn(M, N), prior=torch.zeros(1, 1, 1, N))
+    attention(**tensors, config=WC, check_finite=True)
+    tensors[name].view(-1)[1] = bad
+    _refused(
+        f"{name} has NaN or infinite entries; allowed with check_finite=True",
+        attention,
+        **tensors,
+        config=WC,
+        check_finite=True,
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_check_finite_looks_at_scores(bad):
+    scores = torch.randn(B, H, M, N)
+    scores[1, 2, 3, 4] = bad
+    _refused("scores has NaN or infinite entries", attention_weights, scores, config=WF, check_finite=True)
+
+
+def test_check_finite_allows_the_prior_of_a_masked_key():
+    mask, prior = torch.ones(N, dtype=torch.bool), torch.zeros(1, 1, 1, N)
+    mask[2], prior[..., 2] = False, -math.inf
+    attention_weights(torch.randn(B, H, M, N), config=WC, prior=prior, mask=mask, check_finite=True)
+    prior[..., 3] = math.nan
+    _refused(
+        "prior has NaN", attention_weights, torch.randn(B, H, M, N), config=WC, prior=prior, mask=mask, check_finite=True
+    )
+
+
+@pytest.mark.parametrize("make", [
+    lambda config: ba.nn.MultiheadAttention(8, 2, config=config),
+    lambda config: ba.nn.BayesianWeights(config, key_dim=4),
+    lambda config: ba.nn.AdditiveAttention(4, 4, 4, config=config),
+])  # fmt: skip
+def test_a_config_must_be_a_config(make):
+    with pytest.raises(ValueError, match="config is str; allowed: an AttentionConfig"):
+        make("BAM-WC")
+
+
+def test_modules_need_a_config_by_keyword():
+    with pytest.raises(TypeError, match="config"):
+        ba.nn.MultiheadAttention(8, 2)
+
+
+def test_the_public_backends_are_those_of_the_design():
+    for backend in ("auto", "reference"):
+        attention(**_qkv(), config=WF, backend=backend)
+    assert {"auto", "reference", "triton"} <= set(functional.BACKENDS)
