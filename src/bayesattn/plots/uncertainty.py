@@ -71,7 +71,7 @@ def plot_risk_coverage(curves: Mapping[str, Columns], *, title: str = "") -> Fig
     ax.set(xlim=(0, 1), ylim=(0, 1.1 * highest or 1.0), xlabel="coverage", ylabel="error of the answers")
     set_title(ax, title or "Risk and coverage")
     plain(ax)
-    legend(ax, loc="lower right")
+    legend(ax, loc="best")
     return figure
 
 

@@ -37,7 +37,7 @@ def segment_logsumexp(scores: Float[Tensor, "e h"], index: Int[Tensor, " e"], nu
     """Return ln Σ exp Φ_e over the edges of each row; rows without an edge are 0."""
     rows = scores.new_zeros(num_rows, scores.shape[1])
     # the largest score only shifts: no gradient through it, and 0 where a row has no edge
-    largest = rows.index_reduce(0, index, scores.detach(), "amax", include_self=False)
+    largest = rows.scatter_reduce(0, index[:, None].expand_as(scores), scores.detach(), "amax", include_self=False)
     total = rows.index_add(0, index, torch.exp(scores - largest[index]))
     has_edge = total > 0
     return torch.where(has_edge, largest + torch.log(total.masked_fill(~has_edge, 1.0)), 0.0)

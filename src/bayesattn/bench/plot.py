@@ -1,0 +1,30 @@
+"""One bar per provider: its time as a multiple of the baseline's, for every case and mode."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from bayesattn.bench.harness import Row
+from bayesattn.plots._style import COLORS
+
+
+def plot_ratios(rows: Sequence[Row]) -> Figure:
+    """Draw the ratios on a logarithmic axis, a panel for every mode, grouped by case."""
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    figure = Figure(figsize=(8.0, 0.3 * len(rows) + 0.9 * len(modes)), layout="constrained")
+    heights = [sum(row.mode == mode for row in rows) for mode in modes]
+    axes = figure.subplots(len(modes), 1, squeeze=False, height_ratios=heights)[:, 0]
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    for ax, mode in zip(axes, modes, strict=True):
+        shown = [row for row in rows if row.mode == mode]
+        colors = [COLORS[providers.index(row.provider) % len(COLORS)] for row in shown]
+        ax.barh(range(len(shown)), [row.ratio for row in shown], color=colors)
+        ax.set_yticks(range(len(shown)), [f"{row.case}  {row.provider}" for row in shown], fontsize=8)
+        for position, row in enumerate(shown):
+            ax.text(row.ratio, position, f" {row.ratio:.2f}", va="center", fontsize=8)
+        ax.invert_yaxis()
+        ax.set_xscale("log")
+        ax.axvline(1.0, color="black", linewidth=0.8)
+        ax.set_title(f"{mode}: time relative to the first provider of each case, {shown[0].device}", fontsize=9, loc="left")
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,40 @@
+"""The command line: `bayesattn list | demo | train | evaluate | report | bench | doctor`. Parsing and printing only.
+
+An error of the user is one line on stderr and exit code 2; `--debug` shows the traceback instead.
+"""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        from bayesattn.cli.commands import app
+    except ModuleNotFoundError as error:
+        print(f"bayesattn: the command line needs {error.name}; pip install 'bayesattn[cli]'", file=sys.stderr)
+        sys.exit(2)
+    try:
+        code = app(arguments, prog_name="bayesattn", standalone_mode=False)
+    except KeyboardInterrupt:
+        print("bayesattn: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        message, code = _explain(error)
+        print(f"bayesattn: {message}", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """Return one line and an exit code: 2 for what the user can put right, 1 for a defect of the program."""
+    # typer's usage errors carry their text in a method of this name
+    text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
+    line = " ".join(text.split())
+    if isinstance(error, ValueError | OSError) or hasattr(error, "format_message"):
+        return line, 2
+    return f"internal error: {type(error).__name__}: {line} (run again with --debug for the traceback)", 1

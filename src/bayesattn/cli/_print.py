@@ -1,0 +1,59 @@
+"""Rich tables for the terminal."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from bayesattn.report.aggregate import Summary
+from bayesattn.report.names import method_name
+
+SHOWN = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "pavpu_05": "PAvPU", "ood_auroc_entropy": "OOD AUROC"}
+
+
+def recipes(found: dict[str, tuple[str, list[str]]]) -> Table:
+    """Return recipes, what they are, and their configs."""
+    table = Table("recipe", "what it is", "configs")
+    for name, (text, configs) in found.items():
+        table.add_row(name, text, ", ".join(configs))
+    return table
+
+
+def last_row(row: dict[str, Any]) -> Text:
+    """Return the last line of a training log."""
+    return Text("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+
+
+def metrics(measured: dict[str, Any]) -> Group:
+    """Return the main metrics of every split, a table for each method, with half the width of their intervals."""
+    parts: list[Any] = []
+    for method, result in measured["methods"].items():
+        parts.append(Text(f"{measured['variant']}, seed {measured['seed']}, {method_name(method)}", style="bold"))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("split", no_wrap=True)
+        for heading in SHOWN.values():
+            table.add_column(heading, justify="right", no_wrap=True)
+        for split, values in result["splits"].items():
+            table.add_row(Text(split), *(_cell(values["metrics"].get(name)) for name in SHOWN))
+        parts.append(table)
+    return Group(*parts, Text("± half a 95 % bootstrap interval over examples; PAvPU: paired t-test, threshold 0.05"))
+
+
+def environment(found: dict[str, Any], backends: dict[str, str]) -> Table:
+    """Return versions, devices and backends; a missing optional package is shown as missing."""
+    table = Table("what", "found")
+    table.add_row("python", found["python"])
+    table.add_row("platform", found["platform"])
+    table.add_row("devices", ", ".join(found["devices"]))
+    table.add_row("threads", str(found["threads"]))
+    for backend, state in backends.items():
+        table.add_row(f"backend {backend}", Text(state))
+    for package, version in found["packages"].items():
+        table.add_row(package, version or "[dim]not installed[/dim]")
+    return table
+
+
+def _cell(metric: dict[str, Any] | None) -> str:
+    return "–" if metric is None else str(Summary(metric["value"], metric["low"], metric["high"], num_runs=1))

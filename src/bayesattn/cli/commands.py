@@ -1,0 +1,158 @@
+"""The commands. Each parses its arguments, calls one function of the library and prints what it returns."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bayesattn.cli import _print
+
+app = typer.Typer(
+    help="Bayesian attention: train, evaluate, report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console()
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Bayesian attention: train, evaluate, report."""
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """Show the recipes and their configs."""
+    from bayesattn import recipes
+    from bayesattn.recipes._train import config_names
+
+    found = {name: (text, config_names(recipes.config_folder(name))) for name, text in recipes.RECIPES.items()}
+    console.print(_print.recipes(found))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for runs, figures and report.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 5,
+    samples: Annotated[int, typer.Option(min=2, help="Draws per prediction.")] = 20,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Override the number of epochs.")] = None,
+) -> None:
+    """Train soft and Bayesian attention side by side on embedded data and compare them."""
+    from bayesattn import recipes
+
+    recipes.load("digits", "demo").run_demo(out, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe of `bayesattn list`.")],
+    config: Annotated[str, typer.Option(help="A config of the recipe, or the path of a YAML file.")],
+    out: Annotated[Path, typer.Option(help="The run folder to write.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value; may be repeated.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")] = False,
+) -> None:
+    """Train one model and write its run folder."""
+    from bayesattn import recipes
+    from bayesattn.recipes._train import progress
+
+    module = recipes.load(recipe, "train")
+    chosen = module.load_config(config, settings or [])
+    with progress(console) as display:
+        task = display.add_task("training", total=chosen.num_steps)
+        log = module.train_run(chosen, out, lambda: display.advance(task), overwrite=overwrite)
+    console.print(_print.last_row(log.rows[-1]))
+    console.print(f"run: {out}", soft_wrap=True)
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    samples: Annotated[int, typer.Option(min=2, help="Draws per prediction.")] = 20,
+    noise: Annotated[str, typer.Option(help="Strengths of the noisy test sets, in deviations of the data.")] = "0.5,1",
+    method: Annotated[
+        list[str] | None, typer.Option(help="mean, attention, dropout or attention+dropout; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples behind every interval.")] = 1000,
+) -> None:
+    """Predict the test sets of a run, write metrics.json and print its table."""
+    from bayesattn import recipes
+    from bayesattn.recipes._train import one_thread, progress
+    from bayesattn.report import measure_run
+    from bayesattn.runs import METRICS_FILE, read_run, write_predictions
+
+    strengths = _numbers("noise", noise)
+    module = recipes.load(read_run(run)["recipe"], "evaluate")
+    with progress(console) as display, one_thread():
+        task = display.add_task("predicting", total=None)
+        predictions = module.predict_run(
+            run,
+            num_samples=samples,
+            noise=strengths,
+            methods=method,
+            seed=seed,
+            on_progress=lambda done, total: display.update(task, completed=done, total=total),
+        )
+        write_predictions(run, predictions)
+        task = display.add_task("measuring", total=None)
+        measured = measure_run(
+            run,
+            num_resamples=resamples,
+            on_progress=lambda done, total: display.update(task, completed=done, total=total),
+        )
+    console.print(_print.metrics(measured))
+    console.print(f"metrics: {run / METRICS_FILE}", soft_wrap=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Run folders to compare.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the first run.")] = None,
+) -> None:
+    """Write one self-contained HTML page that compares runs."""
+    from bayesattn.report import write_report
+    from bayesattn.runs import REPORT_FILE
+
+    with console.status("drawing"):
+        page = write_report(runs, runs[0] / REPORT_FILE if out is None else out)
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="attention or model.")],
+    out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Time Bayesian attention against what one would use instead, in one run."""
+    from bayesattn.bench import SUITES, run_suite
+
+    if suite not in SUITES:
+        raise ValueError(f"suite is {suite!r}; allowed: {', '.join(SUITES)}")
+    run_suite(suite, device, out)
+    console.print(f"results: {out}", soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices and backends."""
+    from bayesattn.cli._backends import backends
+    from bayesattn.runs import environment
+
+    console.print(_print.environment(environment(), backends()))
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; allowed: numbers separated by commas, as in 0,1,2") from None

@@ -1,0 +1,38 @@
+"""Complete applications: data, model, training, evaluation. Each is a folder of its own; `bayesattn list` shows them.
+
+A recipe is found by its name here and imported only when it is used, because each needs packages of its own.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+# name: one line for `bayesattn list`
+RECIPES = {
+    "digits": "8 x 8 handwritten digits (in scikit-learn), 200 labels, shifted and scrambled test images",
+}
+
+
+def config_folder(recipe: str) -> Path:
+    """Return the folder of a recipe's configs."""
+    check_name(recipe)
+    return Path(__file__).parent / recipe / "configs"
+
+
+def load(recipe: str, part: str) -> Any:
+    """Import `part` (`train`, `evaluate`, …) of a recipe."""
+    check_name(recipe)
+    try:
+        return importlib.import_module(f"bayesattn.recipes.{recipe}.{part}")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("bayesattn"):
+            raise
+        raise ValueError(
+            f"recipe {recipe!r} needs the package {error.name!r}; install it with: pip install 'bayesattn[recipes]'"
+        ) from None
+
+
+def check_name(recipe: str) -> None:
+    """Raise unless there is such a recipe."""
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe is {recipe!r}; allowed: {', '.join(map(repr, RECIPES))}")

@@ -1,0 +1,1 @@
+"""Handwritten digits, 8 × 8 pixels, few labels: the demo, and the smallest complete recipe."""

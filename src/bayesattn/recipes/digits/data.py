@@ -1,0 +1,113 @@
+"""Scikit-learn's handwritten digits, split once, with shifted and foreign test images made from the test split.
+
+The 1,797 images of 8 × 8 pixels ship with scikit-learn, so nothing is downloaded. Few of them are used for training:
+with many the model is almost always right and there is no uncertainty to look at.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy import ndimage
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+CLASS_NAMES = [str(digit) for digit in range(10)]
+VALIDATION_SIZE = 300
+TEST_SIZE = 600
+# one split for every seed and variant: runs differ in initialisation, batch order and noise, never in their data
+SPLIT_SEED = 20200
+
+# name: how the test images are changed; noise comes on top, at the strengths the caller asks for
+SHIFTS = ("rotated", "moved", "blurred")
+OUT_OF_DISTRIBUTION = "scrambled"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images, standardised with the training images' mean and deviation, and their labels (None: no right answer)."""
+
+    images: Float[Tensor, "n 8 8"]
+    labels: Int[Tensor, " n"] | None
+
+
+@lru_cache(maxsize=4)
+def load_splits(train_size: int) -> dict[str, Split]:
+    """Return the `train`, `validation` and `test` splits: disjoint, every class in its natural share.
+
+    Args:
+        train_size: Training images, 20 to 400.
+    """
+    if not 20 <= train_size <= 400:
+        raise ValueError(f"train_size is {train_size!r}; allowed: 20 to 400")
+    pixels, labels = load_digits(return_X_y=True)
+    rest, test = _divide(np.arange(len(labels)), labels, TEST_SIZE)
+    rest, validation = _divide(rest, labels, VALIDATION_SIZE)
+    train, _ = _divide(rest, labels, len(rest) - train_size)
+    mean, deviation = pixels[train].mean(), pixels[train].std()
+    return {
+        name: Split(_as_images((pixels[chosen] - mean) / deviation), torch.from_numpy(labels[chosen]).long())
+        for name, chosen in (("train", train), ("validation", validation), ("test", test))
+    }
+
+
+def _divide(indices: np.ndarray, labels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Take `size` of the indices away, every class in proportion; return what is left and what was taken."""
+    left, taken = train_test_split(indices, test_size=size, stratify=labels[indices], random_state=SPLIT_SEED)
+    return np.asarray(left), np.asarray(taken)
+
+
+def shift(split: Split, kind: str) -> Split:
+    """Change the images and keep the labels: turned by 20°, moved by a pixel in a diagonal direction, or blurred."""
+    images = split.images.numpy()
+    edge = {"mode": "constant", "cval": float(images.min())}
+    if kind == "rotated":
+        moved = ndimage.rotate(images, 20.0, axes=(2, 1), reshape=False, order=1, **edge)
+    elif kind == "moved":
+        moved = ndimage.shift(images, (0, 1, 1), order=0, **edge)
+    elif kind == "blurred":
+        moved = ndimage.gaussian_filter(images, sigma=(0, 0.8, 0.8))
+    else:
+        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, SHIFTS))}")
+    return Split(_as_images(moved), split.labels)
+
+
+def add_noise(split: Split, strength: float, seed: int = 0) -> Split:
+    """Add Gaussian pixel noise of `strength` standard deviations of the training pixels; the labels stay.
+
+    The same seed gives the same noise pattern at every strength, so strengths differ in nothing else.
+    """
+    if not 0.0 <= strength < float("inf"):
+        raise ValueError(f"strength is {strength!r}; allowed: a finite number of at least 0")
+    noise = torch.randn(split.images.shape, generator=torch.Generator().manual_seed(seed))
+    return Split(split.images + strength * noise, split.labels)
+
+
+def scramble(split: Split, seed: int = 0) -> Split:
+    """Shuffle the pixels of each image: the grey values of a digit, but no digit, so there is no right label."""
+    order = np.random.default_rng(seed).permuted(np.tile(np.arange(64), (len(split.images), 1)), axis=1)
+    flat = split.images.flatten(1).gather(1, torch.from_numpy(order))
+    return Split(flat.reshape(split.images.shape), None)
+
+
+def evaluation_splits(train_size: int, noise: tuple[float, ...]) -> dict[str, Split]:
+    """Return everything a run is judged on, by name, in the order of reports.
+
+    `validation`, `test`, `noise-σ` for every strength above 0, the `SHIFTS`, and the out-of-distribution images.
+    """
+    splits = load_splits(train_size)
+    test = splits["test"]
+    return {
+        "validation": splits["validation"],
+        "test": test,
+        **{f"noise-{strength:g}": add_noise(test, strength) for strength in noise if strength != 0.0},
+        **{kind: shift(test, kind) for kind in SHIFTS},
+        OUT_OF_DISTRIBUTION: scramble(test),
+    }
+
+
+def _as_images(pixels: np.ndarray) -> Tensor:
+    return torch.from_numpy(pixels).float().reshape(-1, 8, 8)

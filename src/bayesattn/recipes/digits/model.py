@@ -1,0 +1,62 @@
+"""A small transformer over image patches; its attention is an argument, so soft and Bayesian variants are the same code."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.nn import MultiheadAttention, TransformerEncoderLayer
+
+PATCH = 2
+NUM_PATCHES = (8 // PATCH) ** 2
+
+
+class DigitClassifier(nn.Module):
+    """Read an 8 × 8 image as 16 patches of 2 × 2 pixels behind a readout token, and classify from that token.
+
+    Args:
+        attention: Soft or Bayesian attention, for every layer.
+        width: Features of a token.
+        num_heads: Attention heads.
+        num_layers: Encoder layers.
+        dropout: Everywhere the stock encoder layer has it, attention weights included.
+        num_classes: Classes.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        *,
+        width: int = 32,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        dropout: float = 0.1,
+        num_classes: int = 10,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Linear(PATCH * PATCH, width)
+        self.readout = nn.Parameter(torch.zeros(width))
+        self.position = nn.Parameter(0.1 * torch.randn(1 + NUM_PATCHES, width))
+        self.layers = nn.ModuleList(
+            TransformerEncoderLayer(
+                width, num_heads, 2 * width, dropout, batch_first=True, norm_first=True, config=attention
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Float[Tensor, "b 8 8"]) -> Float[Tensor, "b c"]:
+        """Return class logits."""
+        patches = images.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
+        tokens = torch.cat([self.readout.expand(len(images), 1, -1), self.embed(patches)], dim=1) + self.position
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.head(self.norm(tokens[:, 0]))
+
+    @property
+    def last_attention(self) -> MultiheadAttention:
+        """The attention module of the last layer."""
+        attention = self.layers[-1].self_attn
+        assert isinstance(attention, MultiheadAttention)
+        return attention

@@ -1,0 +1,88 @@
+"""The predictions worth a look: mistakes the model was sure of, and hits it was not, with the attention behind them."""
+
+import base64
+import io
+from dataclasses import dataclass
+
+import matplotlib.image
+import torch
+from torch import Tensor
+
+from bayesattn.metrics import tabulate_predictions
+from bayesattn.report.gather import Group
+
+# words for the stored attention maps, in the order shown
+MAPS = {"prior": "prior Ψ", "mean": "mean W", "std": "std of W"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prediction to show: words and small pictures (name and data URI)."""
+
+    index: int
+    label: str
+    predicted: str
+    confidence: float
+    p_value: float | None
+    entropy: float
+    pictures: list[tuple[str, str]]
+
+
+def certain_mistakes(group: Group, split: str, count: int = 6) -> list[Example]:
+    """Return the wrong predictions of the group's first run with the highest confidence."""
+    return _pick(group, split, count, wanted_accuracy=0.0, most_certain=True)
+
+
+def uncertain_hits(group: Group, split: str, count: int = 6) -> list[Example]:
+    """Return the right predictions of the group's first run with the lowest confidence."""
+    return _pick(group, split, count, wanted_accuracy=1.0, most_certain=False)
+
+
+def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_certain: bool) -> list[Example]:
+    predictions = group.runs[0].predictions
+    part = predictions.splits[split]
+    if part.labels is None:
+        return []
+    table = tabulate_predictions(part.samples[group.method], part.labels)
+    candidates = (table.accuracy == wanted_accuracy).nonzero().flatten()
+    order = table.confidence[candidates].argsort(descending=most_certain, stable=True)[:count]
+    names = predictions.class_names
+    return [
+        Example(
+            index=index,
+            label=names[int(part.labels[index])],
+            predicted=names[int(table.predicted[index])],
+            confidence=float(table.confidence[index]),
+            p_value=None if table.p_value is None else float(table.p_value[index]),
+            entropy=float(table.entropy[index]),
+            pictures=_pictures(group, split, index),
+        )
+        for index in candidates[order].tolist()
+    ]
+
+
+def _pictures(group: Group, split: str, index: int) -> list[tuple[str, str]]:
+    predictions = group.runs[0].predictions
+    part = predictions.splits[split]
+    pictures = []
+    if part.inputs is not None and part.inputs.ndim == 3:
+        pictures.append(("input", as_png(part.inputs[index], "gray_r")))
+    for name, words in MAPS.items():
+        if name in part.attention:
+            weights = part.attention[name][index].mean(dim=0)
+            pictures.append((words, as_png(_on_grid(weights, predictions.key_grid), "viridis")))
+    return pictures
+
+
+def _on_grid(weights: Tensor, key_grid: tuple[int, int] | None) -> Tensor:
+    """Lay the weights out as the keys lie in the image; other keys (a readout token) come first and are left out."""
+    if key_grid is None or len(weights) < key_grid[0] * key_grid[1]:
+        return weights[None]
+    return weights[-key_grid[0] * key_grid[1] :].reshape(key_grid)
+
+
+def as_png(values: Tensor, colormap: str) -> str:
+    """Return a data URI with one pixel per value, from the smallest (first colour) to the largest (last)."""
+    buffer = io.BytesIO()
+    matplotlib.image.imsave(buffer, torch.nan_to_num(values.double()).numpy(), cmap=colormap, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,174 @@
+"""The figures of a report, each drawn twice: for light and for dark pages."""
+
+import base64
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bayesattn import metrics, plots
+from bayesattn.report.examples import certain_mistakes
+from bayesattn.report.gather import Group
+from bayesattn.report.measure import IN_DISTRIBUTION, mean_logits
+
+COMPARISON = "Comparison"
+THRESHOLDS = (1e-3, 3e-3, 0.01, 0.03, 0.05, 0.1, 0.2, 0.5)
+# enough for the width of a band in a picture
+NUM_RESAMPLES = 200
+
+_PAPER, _INK, _GRID = "#11151a", "#e6edf3", "#38424d"
+# fixed ids make equal figures equal bytes
+_COMMON: dict[Any, Any] = {"svg.hashsalt": "bayesattn"}
+_DARK: dict[Any, Any] = {
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), _PAPER),
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"), _INK
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure as data URIs for the page, and as the content of a PNG file.
+
+    Attributes:
+        section: Figures of one section stand together.
+        name: Of the PNG file.
+        caption: Below the figure, and read out in its place.
+        light: For a light page.
+        dark: For a dark page.
+        png: The light one as a file.
+        is_wide: Whether it needs the whole width of the page.
+    """
+
+    section: str
+    name: str
+    caption: str
+    light: str
+    dark: str
+    png: bytes
+    is_wide: bool = False
+
+
+def draw_all(groups: Sequence[Group], split: str = IN_DISTRIBUTION) -> list[Drawn]:
+    """Draw what the runs have data for, on one labelled split.
+
+    The runs of a group are pooled: their predictions are drawn as if they were of one long test set.
+    """
+    groups = [
+        group for group in groups if split in group.splits() and group.runs[0].predictions.splits[split].labels is not None
+    ]
+    sampled = [group for group in groups if group.num_samples > 1]
+    drawn = list(_comparisons(groups, sampled, split)) if groups else []
+    for number, group in enumerate(sampled, start=1):
+        drawn += _of_group(group, split, number)
+    return drawn
+
+
+def _comparisons(groups: Sequence[Group], sampled: Sequence[Group], split: str) -> Iterator[Drawn]:
+    tables = {group.label: group.pooled_table(split) for group in groups}
+    curves = {label: (table.confidence, table.accuracy) for label, table in tables.items()}
+    caption = f"Error of the answered predictions against the share that is answered, by confidence; split {split}."
+    yield draw(COMPARISON, "risk-coverage", caption, lambda: plots.plot_risk_coverage(curves))
+    if not sampled:
+        return
+    by_threshold, by_draws = {}, {}
+    for group in sampled:
+        samples, accuracy = group.pooled_samples(split), tables[group.label].accuracy
+        by_threshold[group.label] = metrics.pavpu_by_threshold(samples, accuracy, THRESHOLDS, num_resamples=NUM_RESAMPLES)
+        counts = [count for count in (2, 3, 5, 10, 20, 50, 100) if count < group.num_samples] + [group.num_samples]
+        by_draws[group.label] = metrics.pavpu_by_num_samples(samples, accuracy, counts, num_resamples=NUM_RESAMPLES)
+    caption = f"PAvPU against the threshold on the p-value, with 95 % bootstrap bands; split {split}."
+    yield draw(COMPARISON, "pavpu-threshold", caption, lambda: plots.plot_pavpu(by_threshold))
+    caption = f"PAvPU at threshold 0.05 against the number of draws, of which it depends; split {split}."
+    yield draw(COMPARISON, "pavpu-draws", caption, lambda: plots.plot_pavpu(by_draws, over="num_samples"))
+
+
+def _of_group(group: Group, split: str, number: int) -> Iterator[Drawn]:
+    """Draw one model: p-values, entropies, reliability before and after scaling, attention of its mistakes."""
+    table, label, title = group.pooled_table(split), group.label, _as_text(group.label)
+    assert table.p_value is not None
+    make = partial(plots.plot_p_values, table.p_value, table.accuracy, title=title)
+    yield draw(label, f"p-values-{number}", f"{label}: p-values of right and wrong answers, split {split}.", make)
+    outside = [name for name in group.splits() if group.runs[0].predictions.splits[name].labels is None]
+    for index, name in enumerate(outside, start=1):
+        entropy = metrics.entropy(group.pooled_samples(name).double().mean(dim=0))
+        make = partial(plots.plot_entropy, table.entropy, entropy, title=title)
+        caption = f"{label}: entropy of the predictions on {split} and on {name}."
+        yield draw(label, f"entropy-{number}-{index}", caption, make)
+    make = partial(plots.plot_reliability, table.confidence, table.accuracy, title=title)
+    yield draw(label, f"reliability-{number}", f"{label}: accuracy against confidence, split {split}.", make)
+    scaled = _scaled_confidence(group, split)
+    if scaled is not None:
+        make = partial(plots.plot_reliability, scaled, table.accuracy, title=f"{title}, scaled")
+        caption = f"{label}: the same after temperature scaling fitted on validation data."
+        yield draw(label, f"reliability-{number}-scaled", caption, make)
+    yield from _heads(group, split, number)
+
+
+def _scaled_confidence(group: Group, split: str) -> Tensor | None:
+    temperatures = [run.metrics["methods"][group.method]["temperature"] for run in group.runs]
+    if None in temperatures:
+        return None
+    parts = [run.predictions.splits[split].samples[group.method] for run in group.runs]
+    scaled = [metrics.apply_temperature(mean_logits(part), t) for part, t in zip(parts, temperatures)]
+    return torch.cat(scaled).max(dim=-1).values
+
+
+def _heads(group: Group, split: str, number: int) -> Iterator[Drawn]:
+    """Draw what every head attends to in the most certain mistakes, one row each."""
+    weights = group.runs[0].predictions.splits[split].attention.get("mean")
+    mistakes = certain_mistakes(group, split)
+    if weights is None or not mistakes:
+        return
+    chosen = weights[[mistake.index for mistake in mistakes]]
+    rows = [f"{mistake.predicted} not {mistake.label}" for mistake in mistakes]
+    caption = f"{group.label}: mean attention of every head in the most certain mistakes of the first run, one row each."
+    # heads first, examples as queries; the maps are means already, so there is one "draw"
+    maps, title = chosen.transpose(0, 1).unsqueeze(0), _as_text(group.label)
+    make = partial(plots.plot_attention_heads, maps, queries=rows, title=title)
+    yield draw(group.label, f"heads-{number}", caption, make, is_wide=True)
+
+
+def draw(section: str, name: str, caption: str, make: Callable[[], Figure], *, is_wide: bool = False) -> Drawn:
+    """Call `make` under the light and the dark style and keep the pictures."""
+    with matplotlib.rc_context(_COMMON):
+        figure = make()
+        light, png = _save(figure, "svg"), _save(figure, "png")
+    with matplotlib.rc_context(_COMMON | _DARK):
+        figure = make()
+        _recolour(figure)
+        dark = _save(figure, "svg")
+    return Drawn(section, name, caption, _uri(light), _uri(dark), png, is_wide)
+
+
+def _recolour(figure: Figure) -> None:
+    """Replace the colours that plots set by hand and that vanish on a dark page: black lines and the light grid."""
+    for ax in figure.axes:
+        for line in (*ax.get_xgridlines(), *ax.get_ygridlines()):
+            line.set_color(_GRID)
+        for line in ax.lines:
+            if to_hex(line.get_color()) == "#000000":
+                line.set_color(_INK)
+
+
+def _as_text(label: str) -> str:
+    # a dollar sign from a config would start matplotlib's mathematics
+    return label.replace("$", r"\$")
+
+
+def _save(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _uri(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"

@@ -1,0 +1,80 @@
+"""Everything the documentation shows is run: Python blocks page by page, command lines down to their options."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from bayesattn.cli.commands import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("README.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    parsed = [shlex.split(line, comments=True) for line in lines]
+    return [words[1:] for words in parsed if words and words[0] == "bayesattn"]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
+def test_python_blocks_of_a_page_run_in_order(page, tmp_path):
+    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks(page, "python"))],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for page in PAGES for words in commands(page)])
+def test_shown_commands_are_understood(words):
+    group = typer.main.get_command(app)
+    name, *rest = words
+    if name.startswith("-"):
+        return
+    assert name in group.commands, f"unknown command {name}"
+    # parses arguments and options; an unknown option or a missing argument raises
+    group.commands[name].make_context(name, [word for word in rest if word != "--debug"])
+
+
+def test_bash_blocks_use_make_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "test-all", "lint"} <= targets
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "bash")).splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["make"]:
+                shown = [word for word in words[1:] if "=" not in word]
+                assert set(shown) <= targets, f"{page_name(page)}: {line}"
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_the_two_commands_of_the_readme_are_targets(target):
+    result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {"demo": "bayesattn demo", "test": "pytest"}[target] in result.stdout
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page_name(page)} links to {target}"

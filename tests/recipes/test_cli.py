@@ -1,0 +1,132 @@
+"""The command line: every command does its job, and every mistake of the user is one line and exit code 2."""
+
+import json
+
+import pytest
+
+from bayesattn.cli import main
+
+TINY = [f"--set={setting}" for setting in ("epochs=1", "train_size=40", "batch_size=20", "width=8", "num_heads=2")]
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as exited:
+        main([str(argument) for argument in arguments])
+    return exited.value.code
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "wc"
+    assert call("train", "digits", "--config", "wc", "--out", folder, *TINY) == 0
+    return folder
+
+
+def test_list_shows_every_recipe_and_config(capsys):
+    assert call("list") == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("digits", "soft", "nokl", "lf", "lc", "wf", "wc"))
+
+
+def test_doctor_shows_versions_and_backends(capsys):
+    import torch
+
+    assert call("doctor") == 0
+    shown = capsys.readouterr().out
+    assert torch.__version__ in shown
+    assert "backend reference on cpu" in shown
+
+
+def test_train_writes_a_run_with_its_settings(run):
+    written = json.loads((run / "run.json").read_text())
+    assert (written["recipe"], written["variant"], written["config"]["width"]) == ("digits", "BAM-WC", 8)
+    assert written["num_parameters"] > 0
+
+
+def test_evaluate_writes_metrics_and_prints_a_table(run, capsys):
+    assert call("evaluate", run, "--samples", 3, "--noise", "0,1,2", "--resamples", 20) == 0
+    shown = capsys.readouterr().out
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["schema"] == "bayesattn.metrics/1"
+    assert set(metrics["methods"]) == {"mean", "attention"}
+    drawn = metrics["methods"]["attention"]
+    assert drawn["num_samples"] == 3
+    assert {"test", "noise-1", "noise-2", "scrambled"} <= set(drawn["splits"])
+    assert "noise-0" not in drawn["splits"]
+    accuracy = drawn["splits"]["test"]["metrics"]["accuracy"]
+    assert 0.0 <= accuracy["low"] <= accuracy["value"] <= accuracy["high"] <= 1.0
+    assert f"{accuracy['value']:.3f}" in shown
+
+
+def test_report_writes_one_page(run, tmp_path, capsys):
+    assert call("evaluate", run, "--samples", 2, "--noise", "0", "--resamples", 0) == 0
+    page = tmp_path / "page.html"
+    assert call("report", run, "--out", page) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert f"report: {page}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
+    assert call("demo", "--out", tmp_path, "--seeds", 2, "--samples", 2, "--epochs", 1) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("soft, no draws", "soft, MC dropout", "BAM-WC, draws", "report.html"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    runs = [json.loads((tmp_path / f"soft-{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
+    values = [run["methods"]["mean"]["splits"]["test"]["metrics"]["nll"]["value"] for run in runs]
+    assert summary["soft, no draws"]["test nll"]["value"] == pytest.approx(sum(values) / 2)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe is 'cats'; allowed: 'digits'"),
+        (["train", "digits", "--config", "zz", "--out", "OUT"], "config is 'zz'; allowed: lc, lf, nokl, soft, wc, wf"),
+        (["train", "digits", "--config", "wc"], "Missing option '--out'"),
+        (["train", "digits", "--config", "wc", "--out", "OUT", "--set", "epochs"], "allowed: name=value"),
+        (["train", "digits", "--config", "wc", "--out", "OUT", "--set", "epoch=1"], "unknown config keys ['epoch']"),
+        (
+            ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "attention.weibull_k=-1"],
+            "weibull_k is -1.0; allowed: a finite number above 0",
+        ),
+        (["evaluate", "OUT"], "is not a folder"),
+        (["evaluate", "RUN", "--noise", "a,b"], "noise is 'a,b'; allowed: numbers separated by commas"),
+        (["evaluate", "RUN", "--noise", "-1"], "strength is -1.0; allowed"),
+        (["evaluate", "RUN", "--samples", "1"], "Invalid value for '--samples'"),
+        (["evaluate", "RUN", "--method", "magic"], "method is 'magic'; allowed for BAM-WC"),
+        (["report", "OUT"], "is not a folder"),
+        (["report"], "Missing argument"),
+        (["fly"], "No such command 'fly'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, run, tmp_path, capsys):
+    out = tmp_path / "out"
+    places = {"OUT": out, "RUN": run}
+    before = sorted(entry.name for entry in run.iterdir())
+    capsys.readouterr()
+    assert call(*(places.get(argument, argument) for argument in arguments)) == 2
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert streams.err.count("\n") == 1
+    assert "Traceback" not in streams.err
+    assert not out.exists()
+    assert sorted(entry.name for entry in run.iterdir()) == before
+
+
+def test_finished_run_is_replaced_only_when_asked(run, capsys):
+    assert call("train", "digits", "--config", "wc", "--out", run, *TINY) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert call("train", "digits", "--config", "wc", "--out", run, *TINY, "--overwrite") == 0
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder"):
+        main(["evaluate", str(tmp_path / "nowhere"), "--debug"])
+
+
+def test_defect_of_the_program_is_not_blamed_on_the_user(monkeypatch, capsys):
+    from bayesattn import recipes
+
+    monkeypatch.setattr(recipes, "config_folder", lambda name: 1 / 0)
+    assert call("list") == 1
+    assert "internal error: ZeroDivisionError" in capsys.readouterr().err

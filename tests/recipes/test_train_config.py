@@ -1,0 +1,119 @@
+"""Configs are strict: an unknown key, a wrong type or an unreadable file is an error with its name."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+
+from bayesattn.recipes import RECIPES, check_name, config_folder
+from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override
+
+
+@dataclass(frozen=True)
+class Inner:
+    kind: Literal["a", "b"] = "a"
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = field(default_factory=Inner)
+    size: int = 3
+    limit: int | None = None
+    name: str = "x"
+    is_big: bool = False
+
+
+def test_values_arrive_with_their_types():
+    values = {"inner": {"kind": "b", "rate": 2}, "size": 5, "limit": None, "is_big": True}
+    assert build_config(Outer, values) == Outer(Inner("b", 2.0), 5, None, "x", True)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("rate: 1e-2\n")
+    assert load_yaml(path) == {"rate": "1e-2"}
+    assert build_config(Inner, load_yaml(path)).rate == 0.01
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sise": 3}, r"unknown config keys \['sise'\]; allowed: \['inner', 'is_big', 'limit', 'name', 'size'\]"),
+        ({"inner": {"rat": 1}}, r"unknown config keys \['inner.rat'\]"),
+        ({"inner": 3}, "inner is 3; allowed: a mapping"),
+        ({"size": "3"}, "size is '3'; allowed: a value of type int"),
+        ({"size": True}, "size is True; allowed: a value of type int"),
+        ({"size": 3.5}, "size is 3.5; allowed: a value of type int"),
+        ({"limit": "a"}, "limit is 'a'; allowed: a value of type int"),
+        ({"inner": {"rate": "fast"}}, "inner.rate is 'fast'; allowed: a value of type float"),
+        ({"inner": {"rate": True}}, "inner.rate is True; allowed: a value of type float"),
+        ({"inner": {"kind": "c"}}, "inner.kind is 'c'; allowed: 'a', 'b'"),
+    ],
+)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        build_config(Outer, values)
+
+
+def test_settings_reach_into_nested_values_and_leave_the_original():
+    values = {"inner": {"rate": 0.5}, "size": 3}
+    changed = override(values, ["inner.rate=2", "limit=7", "name=a=b"])
+    assert changed == {"inner": {"rate": 2}, "size": 3, "limit": 7, "name": "a=b"}
+    assert values == {"inner": {"rate": 0.5}, "size": 3}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rate", "allowed: name=value"),
+        ("=3", "allowed: name=value"),
+        ("size.x=3", "size is a value and has no names inside"),
+        ("size=[", "cannot be read as YAML"),
+    ],
+)
+def test_bad_settings_are_named(setting, message):
+    with pytest.raises(ValueError, match=message):
+        override({"size": 3}, [setting])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("[1]", "holds list"), ("a: [", "cannot be read"), ("a: *x", "cannot be read")]
+)
+def test_unreadable_config_is_named(tmp_path, content, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_yaml(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_config_is_found_by_name_or_path(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("size: 3\n")
+    assert find_config("mine", tmp_path) == path
+    assert find_config(str(path), config_folder("digits")) == path
+    with pytest.raises(ValueError, match="config is 'nope'; allowed: lc, lf, nokl, soft, wc, wf"):
+        find_config("nope", config_folder("digits"))
+
+
+def test_every_recipe_has_configs():
+    assert all(list(config_folder(name).glob("*.yaml")) for name in RECIPES)
+    with pytest.raises(ValueError, match="recipe is 'nope'; allowed: 'digits'"):
+        check_name("nope")
+
+
+def test_one_thread_is_given_back():
+    torch.set_num_threads(2)
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_log_is_one_json_object_per_line(tmp_path):
+    log = MetricLog()
+    log.add(epoch=0, loss=1.5)
+    log.add(epoch=1, loss=0.5)
+    log.write(tmp_path / "log.jsonl")
+    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 0, "loss": 1.5}\n{"epoch": 1, "loss": 0.5}\n'
