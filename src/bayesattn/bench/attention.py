@@ -22,6 +22,7 @@ def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
     results = []
     for backend in ("auto", "reference"):
         output, kl = attention(*inputs, config=CONFIG, prior=prior, seed=7, backend=backend)
+        assert kl is not None
         gradients = torch.autograd.grad((output.float() ** 2).sum() + kl.sum(), inputs)
         results.append([x.detach().double() for x in (output, kl, *gradients)])
     for fused, plain in zip(*results, strict=True):

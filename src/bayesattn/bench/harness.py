@@ -40,8 +40,8 @@ def measure(call: Callable[[], object], *, device: str, budget_ms: float = 200.0
     if device == "cuda":
         import triton.testing
 
-        median, low, high = triton.testing.do_bench(call, warmup=25, rep=int(budget_ms), quantiles=[0.5, 0.2, 0.8])
-        return median, low, high
+        quantiles = triton.testing.do_bench(call, warmup=25, rep=int(budget_ms), quantiles=[0.5, 0.2, 0.8])
+        return quantiles[0], quantiles[1], quantiles[2]  # type: ignore[index]  (a list when quantiles are asked for)
     call()
     times: list[float] = []
     while sum(times) < budget_ms or len(times) < 5:
@@ -67,7 +67,7 @@ def peak_memory(call: Callable[[], object], *, device: str) -> float:
     events = [event for event in (results.events() if results else []) if event.name() == "[memory]"]
     level = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
+        level += event.nbytes()  # type: ignore[attr-defined]  (the stub of memory events lacks it)
         peak = max(peak, level)
     return peak / 2**20
 
@@ -105,12 +105,12 @@ def versions(device: str) -> dict[str, str]:
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     """Write the rows, all or nothing."""
-    rows = [asdict(row) for row in rows]
-    if not rows:
+    records = [asdict(row) for row in rows]
+    if not records:
         raise ValueError("rows is empty; allowed: at least one measurement")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(records[0]))
         writer.writeheader()
-        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in records)
     os.replace(file.name, path)

@@ -82,7 +82,8 @@ class _BlockedAttention(torch.autograd.Function):
             if ctx.need_lse:
                 # d LSE_i / d Φ_ij is the clean weight
                 clean = scores.sub_(lse[at].unsqueeze(-1)).exp_().mul_(grad_lse[at].unsqueeze(-1))
-                grad_scores += clean if mask is None else clean.masked_fill_(~_part(mask, at), 0.0)
+                allowed = _part(mask, at)
+                grad_scores += clean if allowed is None else clean.masked_fill_(~allowed, 0.0)
             grad_query[at] = torch.bmm(grad_scores, key[heads]).mul_(scale)
             grad_key[heads].baddbmm_(grad_scores.transpose(1, 2), query[at], alpha=scale)
         return grad_query, grad_key, grad_value, None, None, None, None, None
@@ -100,7 +101,8 @@ def _blocks(
         for top in range(0, m, rows):
             at = slice(first, first + step), slice(top, top + rows)
             scores = torch.bmm(query[at] * scale, key[at[0]].transpose(1, 2))
-            log_noise = noise.log_noise(None, (1, *scores.shape), config, dtype=scores.dtype, generator=generator)[0]
+            shape = (1, scores.shape[0], scores.shape[1], n)
+            log_noise = noise.log_noise(None, shape, config, dtype=scores.dtype, generator=generator)[0]
             yield at, scores, masked_softmax(log_noise.add_(scores), _part(mask, at))
 
 

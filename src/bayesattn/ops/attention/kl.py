@@ -45,7 +45,7 @@ def kl_from_scores(
         scores = scores.masked_fill(~mask, 0.0)
     needs_lse = config.family == "weibull" or config.score_form == "log_softmax"
     lse = masked_logsumexp(scores, mask) if needs_lse else None
-    if config.family == "weibull":
+    if config.family == "weibull" and lse is not None:
         return weibull_kl(scores.sum(dim=-2, keepdim=True), lse, log_prior, allowed, config)
     # subtracting the LSE entry by entry, not from the sums, keeps every digit
     phi = scores if lse is None else scores - lse.unsqueeze(-1)

@@ -107,14 +107,16 @@ class Allowed:
 
     def has_key(self) -> Bool[Tensor, "#b #h #m"] | None:
         """Return which queries have a key at all; None if all do (every causal row has key 0)."""
-        return None if self.mask is None else self.dense(self.mask.device).any(dim=-1)
+        mask = None if self.mask is None else self.dense(self.mask.device)
+        return None if mask is None else mask.any(dim=-1)
 
     def has_query(self, device: torch.device) -> Bool[Tensor, "#b #h 1 n"] | None:
         """Return which keys some query may attend to; None if all."""
         m, n = self.shape[-2:]
         if self.is_causal and self.mask is None and n > m:
             return (torch.arange(n, device=device) < m).view(1, 1, 1, n)
-        return None if self.mask is None else self.dense(device).any(dim=-2, keepdim=True)
+        mask = None if self.mask is None else self.dense(device)
+        return None if mask is None else mask.any(dim=-2, keepdim=True)
 
     def count(self, per_entry: bool) -> Float[Tensor, " #b"] | int:
         """Return the number of entries, or of rows that have one, per example, at least 1."""

@@ -121,7 +121,7 @@ def attention_forward(
     )
     if out.numel():
         _launch(
-            "forward", (triton.cdiv(m, constants["BM"]), b * h),
+            "forward", (_blocks_of(m, constants["BM"]), b * h),
             query, key, value, *_pointers(mask, mu, seed), out, lse, clean, first, second,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
             h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
@@ -133,7 +133,7 @@ def attention_forward(
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
             _launch(
-                "columns", (triton.cdiv(n, 64), b * h), key, sums, columns, *key.stride()[:3], _row_stride(sums),
+                "columns", (_blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], _row_stride(sums),
                 h, h // hk, n, d, scale, BN=64, BD=constants["BD"],
             )  # fmt: skip
     return out, lse, clean, columns, first, second, sums
@@ -195,7 +195,7 @@ def attention_backward(
         return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
     bdv = max(16, triton.next_power_of_2(dv))
-    _launch("delta", (triton.cdiv(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
+    _launch("delta", (_blocks_of(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
     tensors = (query, key, value, *_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
@@ -216,13 +216,13 @@ def attention_backward(
 
     constants = _constants("grad_key", query, value, mask, **switches)
     _launch(
-        "grad_key", (triton.cdiv(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
+        "grad_key", (_blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
         grad_query, grad_key, grad_value, grad_mu, *strides, _row_stride(sums), *numbers,
         **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
     )  # fmt: skip
     if not in_one_pass:
         constants = _constants("grad_query", query, value, mask, **switches)
-        grid = (triton.cdiv(m, constants["BM"]), b * h)
+        grid = (_blocks_of(m, constants["BM"]), b * h)
         _launch(
             "grad_query", grid, *tensors, start, grad_query, *strides, _row_stride(start), *numbers, **constants,
             CHECK=checks(constants),
@@ -305,6 +305,10 @@ def _aligned(x: Tensor) -> Tensor:
     """Return x with contiguous rows that start at multiples of sixteen bytes."""
     pitches = (stride * x.element_size() % 16 for stride in x.stride()[:-1])
     return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(pitches) else x.contiguous()
+
+
+def _blocks_of(length: int, block: int) -> int:
+    return -(-length // block)
 
 
 def _row_stride(x: Tensor | None) -> int:
