@@ -16,15 +16,17 @@ import bayesattn as ba
 from bayesattn.functional import attention
 from bayesattn.ops.attention import kernels, reference
 from bayesattn.ops.attention import triton as fused
+from bayesattn.ops.attention.launch import LAUNCHES
 from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.attention.support import INTERPRETED
 
-HAS_GPU = torch.cuda.is_available() and not fused.INTERPRETED
+HAS_GPU = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
 SEED = (77 << 40) + 12345
 
-if not HAS_GPU and not fused.INTERPRETED:
+if not HAS_GPU and not INTERPRETED:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
@@ -87,9 +89,9 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
     rounded = [x.to(dtype) for x in tensors[:3]] + tensors[3:]
     truth = results_and_gradients(plain, rounded, torch.float64, upstream)
     yardstick = results_and_gradients(plain, rounded, dtype, upstream)
-    before = sum(fused.LAUNCHES.values())
+    before = sum(LAUNCHES.values())
     ours = results_and_gradients(kernel, rounded, dtype, upstream)
-    assert sum(fused.LAUNCHES.values()) >= before + 3, "the kernels did not run"
+    assert sum(LAUNCHES.values()) >= before + 3, "the kernels did not run"
     for x, y, t in zip(ours, yardstick, truth, strict=True):
         assert torch.isfinite(x).all()
         if n == 1:
@@ -113,7 +115,7 @@ WEIBULL = ba.AttentionConfig("BAM-WC", weibull_k=2.0, gamma_beta=0.3)
 def test_odd_shapes_and_grouped_heads(monkeypatch, shape, dtype, in_one_pass):
     monkeypatch.setattr(fused, "one_pass", lambda head_dim: in_one_pass)
     check(shape, WEIBULL, dtype=dtype)
-    assert not in_one_pass or fused.LAUNCHES["grad_key"] > 0
+    assert not in_one_pass or LAUNCHES["grad_key"] > 0
 
 
 @pytest.mark.parametrize("mask_kind", ["none", "key padding", "arbitrary"])
@@ -184,6 +186,23 @@ def test_operators_pass_opcheck():
     seed = torch.tensor(3, device=DEVICE)
     options = (None, None, seed, True, 0.5, 0.25, False, True, True)
     torch.library.opcheck(fused.attention_forward, (*tensors, *options))
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC"])
+def test_compiles_into_one_graph_with_the_same_results(variant):
+    config = ba.AttentionConfig(variant)
+    inputs = [torch.randn(2, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    prior = torch.randn(2, 2, 1, 9, device=DEVICE).log_softmax(-1).requires_grad_()
+
+    def loss(query, key, value, prior):
+        output, kl = attention(query, key, value, config=config, prior=prior, seed=SEED, backend="triton")
+        return output.square().sum() + kl.sum()
+
+    expected = torch.autograd.grad(loss(*inputs, prior), [*inputs, prior])
+    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")
+    for ours, theirs in zip(torch.autograd.grad(compiled(*inputs, prior), [*inputs, prior]), expected, strict=True):
+        # the compiler may order sums differently
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,10 @@ def run(device: str) -> list[Row]:
         inputs = torch.randn(shape, device=device)
         for provider, variant in (("soft (sdpa)", "soft"), ("BAM-NOKL", "BAM-NOKL"), ("BAM-WC", "BAM-WC")):
             model = build_encoder(variant, **sizes).to(device)
-            suite.run(
-                case, provider, "train step", training_step(model, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
-            )
+            step = training_step(model, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
+            suite.run(case, provider, "train step", step)
+            if device == "cuda":
+                compiled = torch.compile(model, fullgraph=True)
+                step = training_step(compiled, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
+                suite.run(case, provider, "compiled train step", step)
     return suite.rows

@@ -10,6 +10,10 @@ from torch import Tensor
 from bayesattn.config import AttentionConfig
 from bayesattn.noise import Seed
 
+# looked up once: torch.compile cannot trace either question
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -41,9 +45,9 @@ def why_not_blocked(call: Call) -> str:
 
 def why_not_triton(call: Call) -> str:
     """The Triton kernels: a GPU (or Triton's interpreter), head dimensions up to 256, noise of sane strength."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
-    if call.query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if call.query.device.type != "cuda" and not INTERPRETED:
         return f"the tensors are on {call.query.device.type}, not on a GPU"
     if call.query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the inputs are {call.query.dtype}, not float32, bfloat16 or float16"

@@ -6,38 +6,31 @@ clean scores and their column sums Σ_i Φ_ij (Weibull), or Σ_j (Φ_ij − μ_j
 """
 
 import math
-import os
-from collections import Counter
 
 import torch
 import torch.nn.functional as F
 import triton
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention import kernels
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
+from bayesattn.ops.attention.launch import (
+    aligned,
+    blocks_of,
+    kernel_constants,
+    launch,
+    one_pass,
+    optional_pointers,
+    optional_strides,
+    row_stride,
+)
 from bayesattn.ops.attention.masking import Allowed
-
-# how often each kernel was launched, so that a test can prove which one ran
-LAUNCHES: Counter[str] = Counter()
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-# tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
-BLOCKS = {
-    ("forward", 64): (64, 64, 4, 3),
-    ("forward", 128): (128, 32, 4, 3),
-    ("grad_query", 64): (64, 32, 4, 3),
-    ("grad_query", 128): (64, 64, 4, 2),
-    ("grad_key", 64): (64, 64, 4, 4),
-    ("grad_key", 128): (64, 64, 4, 2),
-}
 
 
 def attention(
@@ -65,7 +58,8 @@ def attention(
         location = lognormal_location(log_prior, allowed, config)
         mu = torch.as_tensor(location, dtype=torch.float32, device=query.device).expand(b, h, 1, n).contiguous()
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
-    output, _, lse, columns, first, second, _ = attention_forward(
+    fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply
+    output, _, lse, columns, first, second, _ = fused(
         query, key, value, allowed.mask, mu, seed, weibull, strength, scale, allowed.is_causal, need_lse, need_kl and weibull
     )
     output = output[..., :dv]
@@ -76,22 +70,7 @@ def attention(
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
-def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return tile sizes, warps and pipeline stages of a kernel."""
-    if dtype == torch.float32 or head_dim > 128:
-        bm, bn, warps, stages = 64, 32, 4, 1
-    else:
-        bm, bn, warps, stages = BLOCKS[kernel, 64 if head_dim <= 64 else 128]
-    return {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
-
-
-def one_pass(head_dim: int) -> bool:
-    """Whether the backward pass adds dQ atomically: it draws the noise once, but pays for the atomics."""
-    return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
-
-
-@torch.library.custom_op("bayesattn::attention_forward", mutates_args=())
-def attention_forward(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,21 +88,21 @@ def attention_forward(
 
     What is not asked for is empty.
     """
-    query, key, value = map(_aligned, (query, key, value))
+    query, key, value = map(aligned, (query, key, value))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     out = query.new_empty((b, h, m, dv), dtype=value.dtype)
     lse = query.new_empty((b, h, m), dtype=torch.float32)
     clean, first, second = (
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, mu is not None, mu is not None)
     )
-    constants = _constants(
+    constants = kernel_constants(
         "forward", query, value, mask, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=mu is not None, CAUSAL=causal
     )
     if out.numel():
-        _launch(
-            "forward", (_blocks_of(m, constants["BM"]), b * h),
-            query, key, value, *_pointers(mask, mu, seed), out, lse, clean, first, second,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
+        launch(
+            "forward", (blocks_of(m, constants["BM"]), b * h),
+            query, key, value, *optional_pointers(mask, mu, seed), out, lse, clean, first, second,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
             h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
         )  # fmt: skip
     columns, sums = lse.new_empty(0), lse.new_empty(0)
@@ -132,11 +111,15 @@ def attention_forward(
         sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query)
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
-            _launch(
-                "columns", (_blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], _row_stride(sums),
+            launch(
+                "columns", (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], row_stride(sums),
                 h, h // hk, n, d, scale, BN=64, BD=constants["BD"],
             )  # fmt: skip
     return out, lse, clean, columns, first, second, sums
+
+
+# torch.compile sees one opaque operator; eager calls take the autograd function below, which costs a fifth in Python
+attention_forward = torch.library.custom_op("bayesattn::attention_forward", _forward, mutates_args=())
 
 
 @attention_forward.register_fake
@@ -153,8 +136,7 @@ def _(query, key, value, mask, mu, seed, weibull, strength, scale, causal, need_
     return out, rows(True), rows(need_lse), columns, rows(mu is not None), rows(mu is not None), sums
 
 
-@torch.library.custom_op("bayesattn::attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     grad: Tensor,
     grad_lse: Tensor | None,
     grad_columns: Tensor | None,
@@ -176,7 +158,7 @@ def attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and μ (empty without moments)."""
-    query, key, value, grad = map(_aligned, (query, key, value, grad))
+    query, key, value, grad = map(aligned, (query, key, value, grad))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     in_one_pass = one_pass(max(d, dv))
     start = None
@@ -195,12 +177,12 @@ def attention_backward(
         return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
     bdv = max(16, triton.next_power_of_2(dv))
-    _launch("delta", (_blocks_of(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
+    launch("delta", (blocks_of(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
-    tensors = (query, key, value, *_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
+    tensors = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
     strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *_strides(mask, mu, (b, h, m, n)),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
     )  # fmt: skip
     numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength)
     switches = {
@@ -214,20 +196,23 @@ def attention_backward(
     def checks(constants: dict) -> bool:
         return causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
 
-    constants = _constants("grad_key", query, value, mask, **switches)
-    _launch(
-        "grad_key", (_blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
-        grad_query, grad_key, grad_value, grad_mu, *strides, _row_stride(sums), *numbers,
+    constants = kernel_constants("grad_key", query, value, mask, **switches)
+    launch(
+        "grad_key", (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
+        grad_query, grad_key, grad_value, grad_mu, *strides, row_stride(sums), *numbers,
         **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
     )  # fmt: skip
     if not in_one_pass:
-        constants = _constants("grad_query", query, value, mask, **switches)
-        grid = (_blocks_of(m, constants["BM"]), b * h)
-        _launch(
-            "grad_query", grid, *tensors, start, grad_query, *strides, _row_stride(start), *numbers, **constants,
+        constants = kernel_constants("grad_query", query, value, mask, **switches)
+        grid = (blocks_of(m, constants["BM"]), b * h)
+        launch(
+            "grad_query", grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
             CHECK=checks(constants),
         )  # fmt: skip
     return grad_query.to(query.dtype), grad_key, grad_value, grad_mu
+
+
+attention_backward = torch.library.custom_op("bayesattn::attention_backward", _backward, mutates_args=())
 
 
 @attention_backward.register_fake
@@ -261,7 +246,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):
+def _gradients(ctx, backward, grad, grad_lse, grad_columns, grad_first, grad_second) -> tuple[Tensor | None, ...]:
     query, key, value, mask, mu, seed, out, lse, clean, sums = ctx.saved_tensors
 
     def or_zeros(gradient: Tensor | None, is_used: bool, shape: tuple[int, ...]) -> Tensor | None:
@@ -271,56 +256,29 @@ def _backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_s
     grad_lse = or_zeros(grad_lse, ctx.need_lse, lse.shape)
     grad_columns = or_zeros(grad_columns, ctx.need_columns, (*lse.shape[:2], 1, key.shape[2]))
     moments = [or_zeros(gradient, mu is not None, lse.shape) for gradient in (grad_first, grad_second)]
-    *grads, grad_mu = attention_backward(
+    *grads, grad_mu = backward(
         grad, grad_lse, grad_columns, *moments, query, key, value, mask, mu, seed, out, lse, clean, sums, *ctx.options
     )
     return *grads, None, grad_mu if mu is not None else None, *([None] * 7)
 
 
-attention_forward.register_autograd(_backward, setup_context=_setup_context)
+def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):
+    return _gradients(ctx, attention_backward, grad, grad_lse, grad_columns, grad_first, grad_second)
 
 
-def _launch(name: str, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    LAUNCHES[name] += 1
-    getattr(kernels, f"{name}_kernel")[grid](*args, **constants)
+class _FusedAttention(torch.autograd.Function):
+    """The same forward and backward without the operator's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):
+        return _gradients(ctx, _backward, grad, grad_lse, grad_columns, grad_first, grad_second)
 
 
-def _constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
-    d, dv = query.shape[-1], value.shape[-1]
-    bd, bdv = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
-    is_float = query.dtype == torch.float32
-    return {
-        **blocks(kernel, max(d, dv), query.dtype),
-        **switches,
-        "BD": bd,
-        "BDV": bdv,
-        "HAS_MASK": mask is not None,
-        "EVEN_D": d == bd and dv == bdv,
-        "FAST": not is_float and not INTERPRETED,
-        "PRECISION": "ieee" if is_float else "tf32",
-    }
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return x with contiguous rows that start at multiples of sixteen bytes."""
-    pitches = (stride * x.element_size() % 16 for stride in x.stride()[:-1])
-    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(pitches) else x.contiguous()
-
-
-def _blocks_of(length: int, block: int) -> int:
-    return -(-length // block)
-
-
-def _row_stride(x: Tensor | None) -> int:
-    return 0 if x is None or x.ndim < 4 or x.shape[2] == 1 else x.shape[3]
-
-
-def _pointers(mask: Tensor | None, mu: Tensor | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # kernels offset every pointer before they look at the switches: an absent one needs some valid address
-    return seed if mask is None else mask, seed if mu is None else mu, seed
-
-
-def _strides(mask: Tensor | None, mu: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    b, h, _, n = shape
-    mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(shape).stride()
-    return (*mask_strides, *((0, 0) if mu is None else mu.expand(b, h, 1, n).stride()[:2]))
+attention_forward.register_autograd(_operator_backward, setup_context=_setup_context)
