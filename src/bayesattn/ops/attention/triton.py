@@ -182,7 +182,8 @@ def _backward(
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
     tensors = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
     strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+        *optional_strides(mask, mu, (b, h, m, n)),
     )  # fmt: skip
     numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength)
     switches = {
