@@ -139,6 +139,8 @@ def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
         scope._names.append(str(module.kl_name))
         scope._values.append(kl)
         scope._is_detached.append(not torch.is_grad_enabled())
+        if kl.requires_grad:
+            return _Link.apply(output, kl)
     return output
 
 
@@ -206,3 +208,20 @@ class _Carry(torch.autograd.Function):
         scope._num_carried += 1
         weight = scope._weight.to(device=grad_output.device, dtype=ctx.kl_dtype)
         return grad_output, (weight / max(ctx.kl_shape.numel(), 1)).expand(ctx.kl_shape), None
+
+
+class _Link(torch.autograd.Function):
+    """Identity on the output that makes the KL's parameters reachable from it, and gives them no gradient.
+
+    DDP with `find_unused_parameters=True` (the transformers Trainer's default) looks for parameters from the model's
+    outputs; a prior that only the KL reaches would count as unused, and then fail when its gradient comes.
+    """
+
+    @staticmethod
+    def forward(ctx, output: Tensor, kl: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, None

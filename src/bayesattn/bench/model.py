@@ -1,5 +1,7 @@
 """Whole training steps: the same encoder with soft and with Bayesian attention."""
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -49,7 +51,7 @@ def run(device: str) -> list[Row]:
             step = training_step(model, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
             suite.run(case, provider, "train step", step)
             if device == "cuda":
-                compiled = torch.compile(model, fullgraph=True)
+                compiled = cast(nn.Module, torch.compile(model, fullgraph=True))
                 step = training_step(compiled, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
                 suite.run(case, provider, "compiled train step", step)
     return suite.rows

@@ -1,0 +1,27 @@
+"""Make the attention of an existing model Bayesian in place, and give the model back.
+
+    model = bayesianize(model, AttentionConfig("BAM-WC"))    # torch, transformers or PyTorch Geometric
+    print(report(model))
+    save_bayesian(model, "dir"); load_bayesian(model, "dir")
+    tune_noise(model, batches)                               # no training: choose the noise on validation data
+    restore(model)
+
+Each kind of attention has an adapter (`adapters.py` lists them); transformers and torch_geometric are imported only when
+the model already did.
+"""
+
+from bayesattn.convert.bayesianize import bayesianize, restore
+from bayesattn.convert.report import ConversionReport, report
+from bayesattn.convert.saving import load_bayesian, save_bayesian
+from bayesattn.convert.tuning import NoiseTuning, tune_noise
+
+__all__ = [
+    "ConversionReport",
+    "NoiseTuning",
+    "bayesianize",
+    "load_bayesian",
+    "report",
+    "restore",
+    "save_bayesian",
+    "tune_noise",
+]

@@ -1,0 +1,120 @@
+"""Who can make which attention module Bayesian.
+
+An adapter is a Python module with the four functions of `Adapter`. One for torch ships here; those for transformers and
+torch_geometric live in `bayesattn.hf` and `bayesattn.graph` and are loaded only if the library in question is already
+imported: a model of that library cannot exist otherwise.
+"""
+
+import importlib
+import re
+import sys
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
+
+from torch import nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.nn import BayesianModule
+
+# library that must be imported → adapter; the first that claims a module keeps it
+ADAPTERS: dict[str, str] = {
+    "torch": "bayesattn.convert.multihead",
+    "transformers": "bayesattn.hf.adapter",
+    "torch_geometric": "bayesattn.graph.adapter",
+    "torch.nn": "bayesattn.convert.sdpa",
+}
+
+_LOOKS_LIKE_ATTENTION = re.compile(r"Attention|Attn")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An attention module of a model.
+
+    Attributes:
+        name: Its name in the model.
+        module: The module itself.
+        adapter: Who claims it; None where nobody does.
+        problem: Why it cannot be converted; None where it can.
+    """
+
+    name: str
+    module: nn.Module
+    adapter: "Adapter | None"
+    problem: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Class of the module."""
+        return type(self.module).__name__
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """What `bayesianize` and `restore` need to know about one kind of attention."""
+
+    def find(self, model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
+        """Return the names of the attention modules of this kind that are not Bayesian yet, and why one cannot become so."""
+        ...
+
+    def attach(self, model: nn.Module, name: str, config: AttentionConfig) -> None:
+        """Make the module `name` of `model` Bayesian."""
+        ...
+
+    def bayesian_part(self, module: nn.Module) -> BayesianModule | None:
+        """Return the Bayesian module behind a converted attention module, itself or its child; else None."""
+        ...
+
+    def detach(self, model: nn.Module, name: str) -> None:
+        """Undo `attach`, leaving no trace."""
+        ...
+
+
+def loaded_adapters() -> list[Adapter]:
+    """Return the adapters of all libraries that are imported."""
+    # the table names modules above this layer, so that the imports of the package keep pointing inwards
+    paths = [path for library, path in ADAPTERS.items() if library in sys.modules]
+    return [cast(Adapter, importlib.import_module(path)) for path in paths]
+
+
+def converted_modules(model: nn.Module) -> list[tuple[str, Adapter, BayesianModule]]:
+    """Return (name, adapter, Bayesian part) of every converted attention module, in the model's order."""
+    found = []
+    adapters = loaded_adapters()
+    for name, module in model.named_modules():
+        for adapter in adapters:
+            part = adapter.bayesian_part(module)
+            if part is not None:
+                found.append((name, adapter, part))
+                break
+    return found
+
+
+def find_candidates(model: nn.Module, config: AttentionConfig) -> list[Candidate]:
+    """Return every attention module that is not Bayesian yet, in the model's order, including those nobody can convert."""
+    claimed: dict[str, Candidate] = {}
+    for adapter in loaded_adapters():
+        for name, problem in adapter.find(model, config).items():
+            claimed.setdefault(name, Candidate(name, model.get_submodule(name), adapter, problem))
+    taken = list(claimed) + [name for name, _, _ in converted_modules(model)]
+    unclaimed = [
+        name
+        for name, module in model.named_modules()
+        if _LOOKS_LIKE_ATTENTION.search(type(module).__name__)
+        and not isinstance(module, BayesianModule)
+        and not any(_related(name, other) for other in taken)
+    ]
+    for name in unclaimed:
+        # of a wrapper and the attention inside it only the inner one is named
+        if not any(other != name and _is_inside(other, name) for other in unclaimed):
+            problem = "its attention is its own code: neither torch's, nor PyG's, nor through transformers' registry"
+            claimed[name] = Candidate(name, model.get_submodule(name), None, problem)
+    return [claimed[name] for name, _ in model.named_modules() if name in claimed]
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return outer == "" or name.startswith(outer + ".")
+
+
+def _related(name: str, other: str) -> bool:
+    return name == other or _is_inside(name, other) or _is_inside(other, name)

@@ -1,0 +1,48 @@
+"""Facts about a foreign attention module that its attributes give away: sizes of the heads, rate of the dropout."""
+
+from typing import Any
+
+from torch import nn
+
+# libraries name the same thing differently; the first attribute found counts
+_HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
+_QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", *_QUERY_HEADS)
+_WIDTH = ("all_head_size", "embed_dim", "hidden_size", "dim", "d_model", "n_embd")
+_DROPOUT = ("attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "dropout")
+
+
+def key_dim(module: nn.Module) -> int | None:
+    """Return the features of a key of one head; None where no attribute tells."""
+    direct = _first(module, _HEAD_DIM)
+    if direct is not None:
+        return direct
+    width, heads = _first(module, _WIDTH), _first(module, _QUERY_HEADS)
+    return width // heads if width and heads and width % heads == 0 else None
+
+
+def num_key_heads(module: nn.Module) -> int | None:
+    """Return the number of key heads, from the module or its config; None where neither tells."""
+    for owner in (module, getattr(module, "config", None)):
+        found = _first(owner, _KEY_HEADS)
+        if found is not None:
+            return found
+    return None
+
+
+def dropout_rate(module: nn.Module) -> float | None:
+    """Return the rate of the dropout on attention weights; None where no attribute tells."""
+    for name in _DROPOUT:
+        value: Any = getattr(module, name, None)
+        value = value.p if isinstance(value, nn.Dropout) else value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def _first(owner: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

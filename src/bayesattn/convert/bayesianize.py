@@ -1,0 +1,147 @@
+"""`bayesianize` and `restore`: check everything, then change the model, or change nothing."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.convert.adapters import Candidate, converted_modules, find_candidates
+
+Model = TypeVar("Model", bound=nn.Module)
+Selection = Sequence[int | str]
+
+
+def bayesianize(
+    model: Model, config: AttentionConfig, *, layers: Selection | None = None, exclude: Selection | None = None
+) -> Model:
+    """Make the attention of `model` Bayesian, in place.
+
+    In eval mode the converted model computes exactly what it computed before. In train mode, and inside
+    `sampling(model)`, attention weights are drawn; `record_kl()` collects the KL of every call. `report(model)` says
+    what was converted. BAM-WC and BAM-LC add one small prior network per attention module, everything else no parameter.
+
+    Args:
+        model: A model of torch (`nn.MultiheadAttention`, `nn.Transformer*`, modules that call
+            `F.scaled_dot_product_attention`), transformers or PyTorch Geometric, or a mixture.
+        config: What is random.
+        layers: Convert only these: names or glob patterns (`"*.encoder.*"`), or positions in the model's order of
+            attention modules; None means all.
+        exclude: Leave these alone, given in the same way.
+
+    Returns:
+        The model it was given.
+
+    Raises:
+        ValueError: Nothing can be converted, or something that was not excluded cannot; the message names the modules.
+            The model is unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; allowed: a torch.nn.Module")
+    if not isinstance(config, AttentionConfig):
+        raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
+    already = converted_modules(model)
+    if already:
+        raise ValueError(
+            f"model has {len(already)} Bayesian attention modules already, the first is {already[0][0]!r}; "
+            "call restore(model) before converting it again"
+        )
+    candidates = find_candidates(model, config)
+    if not candidates:
+        raise ValueError(
+            f"model is a {type(model).__name__} in which no attention was found; allowed: a model with "
+            "nn.MultiheadAttention, a transformers model whose attention goes through its AttentionInterface, GATConv, "
+            "GATv2Conv or TransformerConv of PyTorch Geometric, or modules that call F.scaled_dot_product_attention"
+        )
+    selected = _select(candidates, layers, exclude)
+    _raise_on_problems(model, candidates, selected)
+    attached: list[Candidate] = []
+    try:
+        for candidate in selected:
+            assert candidate.adapter is not None
+            candidate.adapter.attach(model, candidate.name, config)
+            attached.append(candidate)
+    except BaseException:
+        for candidate in reversed(attached):
+            assert candidate.adapter is not None
+            candidate.adapter.detach(model, candidate.name)
+        raise
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo `bayesianize`: class, config, hooks and state_dict are what they were before.
+
+    Raises:
+        ValueError: The model has no converted attention.
+    """
+    converted = converted_modules(model)
+    if not converted:
+        raise ValueError(
+            f"model is a {type(model).__name__} without converted attention; allowed: one that bayesianize changed"
+        )
+    for name, adapter, _ in converted:
+        adapter.detach(model, name)
+    return model
+
+
+def _select(candidates: list[Candidate], layers: Selection | None, exclude: Selection | None) -> list[Candidate]:
+    wanted = set(range(len(candidates))) if layers is None else _positions("layers", layers, candidates)
+    unwanted = set() if exclude is None else _positions("exclude", exclude, candidates)
+    selected = [candidate for i, candidate in enumerate(candidates) if i in wanted - unwanted]
+    if not selected:
+        raise ValueError(
+            f"layers is {layers!r} and exclude is {exclude!r}, which leaves nothing to convert of {_names(candidates)}"
+        )
+    return selected
+
+
+def _positions(argument: str, selection: Selection, candidates: list[Candidate]) -> set[int]:
+    if isinstance(selection, str) or not isinstance(selection, Sequence):
+        raise ValueError(f"{argument} is {selection!r}; allowed: a list of names, glob patterns or positions")
+    found: set[int] = set()
+    for entry in selection:
+        if isinstance(entry, str):
+            hits = {i for i, candidate in enumerate(candidates) if fnmatchcase(candidate.name, entry)}
+        elif isinstance(entry, int) and not isinstance(entry, bool) and -len(candidates) <= entry < len(candidates):
+            hits = {entry % len(candidates)}
+        else:
+            hits = set()
+        if not hits:
+            raise ValueError(
+                f"{argument} has {entry!r}, which matches nothing; the attention modules are {_names(candidates)}"
+            )
+        found |= hits
+    return found
+
+
+def _raise_on_problems(model: nn.Module, candidates: list[Candidate], selected: list[Candidate]) -> None:
+    broken = [candidate for candidate in selected if candidate.problem is not None]
+    if not broken:
+        return
+    # one line per class and reason: a model of 48 equal layers has one problem, not 48
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for candidate in broken:
+        reasons.setdefault((candidate.kind, str(candidate.problem)), []).append(candidate.name)
+    lines = [
+        f"  {kind} ({', '.join(map(repr, _shortened(names)))}): {problem}" for (kind, problem), names in reasons.items()
+    ]
+    advice = (
+        "Name them in exclude=[...] to leave them deterministic."
+        if len(broken) < len(candidates)
+        else "Nothing of this model can be converted."
+    )
+    raise ValueError(
+        f"{len(broken)} of the {len(candidates)} attention modules of this {type(model).__name__} cannot be made Bayesian:\n"
+        + "\n".join(lines)
+        + f"\n{advice}"
+    )
+
+
+def _names(candidates: list[Candidate]) -> str:
+    return ", ".join(repr(name) for name in _shortened([candidate.name for candidate in candidates]))
+
+
+def _shortened(names: list[str], limit: int = 24) -> list[str]:
+    return names if len(names) <= limit else [*names[:limit], f"and {len(names) - limit} more"]

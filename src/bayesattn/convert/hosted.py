@@ -1,0 +1,207 @@
+"""The Bayesian part of an attention module that keeps its own class: config, prior and switches, attached as a child."""
+
+import json
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from bayesattn import functional
+from bayesattn.config import AttentionConfig
+from bayesattn.convert.streams import NoiseStream
+from bayesattn.nn import BayesianModule
+from bayesattn.ops.attention import reference
+
+CHILD_NAME = "bayes"
+
+
+class HostedAttention(BayesianModule):
+    """Samples attention for the module it is a child of.
+
+    The config travels in the state_dict as a buffer of JSON bytes. So any checkpoint of the host, whoever writes it,
+    says what was Bayesian about it (`load_bayesian` reads it), and a checkpoint of another config is refused.
+
+    Args:
+        config: What is random.
+        key_dim: Features of a key of one head.
+        num_heads: Heads of the keys.
+    """
+
+    settings: Tensor
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        *,
+        key_dim: int | None,
+        num_heads: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("settings", torch.empty(0, dtype=torch.uint8, device=device))
+        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        # set from outside: one noise draw per sequence (`generate`), and the batch that windows were cut from
+        self.stream: NoiseStream | None = None
+        self.batch: Batch | None = None
+
+    @property
+    def config(self) -> AttentionConfig:
+        """What is random."""
+        return self._config
+
+    @config.setter
+    def config(self, value: AttentionConfig) -> None:
+        self._config = value
+        self.settings = encode_config(value).to(self.settings.device)
+
+    @property
+    def prior_key_dim(self) -> int | None:
+        """Features of a key that the contextual prior was built for."""
+        return None if self.bayes_prior is None else self.bayes_prior.weight_in.shape[1]
+
+    def attend(
+        self,
+        query: Float[Tensor, "b h m d"],
+        key: Float[Tensor, "b hk n d"],
+        value: Float[Tensor, "b hk n dv"],
+        *,
+        mask: Bool[Tensor, "..."] | None,
+        bias: Float[Tensor, "..."] | None,
+        is_causal: bool,
+        scale: float,
+        dropout_p: float,
+        softcap: float | None = None,
+        need_weights: bool = False,
+        key_offset: int = 0,
+    ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"] | None]:
+        """Return output and, if asked for, weights of one draw; the KL goes to the open `record_kl()` scope.
+
+        `key_offset` is the position of the first key in its sequence, where a sliding window's cache has dropped earlier
+        ones; it matters for noise that belongs to a sequence.
+        """
+        if softcap is None and self.stream is None and not need_weights:
+            prior = self._log_prior(key, mask, query.shape[1])
+            output, kl = functional.attention(
+                query, key, value, config=self.config, prior=prior, mask=mask, bias=bias, is_causal=is_causal,
+                scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
+            )  # fmt: skip
+            return self._record_folded(output, kl), None
+        with torch.autocast(query.device.type, enabled=False):
+            scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
+            weights = self._draw(scores, mask, key_offset)
+            kl = self._kl(scores, key, mask) if self.needs_kl else None
+            dropped = nn.functional.dropout(weights, dropout_p)
+            expanded = reference.expand_heads(value, query.shape[1])
+            output = (dropped @ expanded.to(dropped.dtype)).to(value.dtype)
+        return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
+
+    def record_mean(
+        self,
+        output: Tensor,
+        query: Float[Tensor, "b h m d"],
+        key: Float[Tensor, "b hk n d"],
+        *,
+        mask: Bool[Tensor, "..."] | None,
+        bias: Float[Tensor, "..."] | None,
+        is_causal: bool,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Record the KL of a call whose output the host computed without sampling, and return that output."""
+        with torch.autocast(query.device.type, enabled=False):
+            scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
+            kl = self._kl(scores, key, mask)
+        return self._record_folded(output, kl)
+
+    def _scores(self, query, key, mask, bias, is_causal, scale, softcap) -> tuple[Tensor, Tensor | None]:
+        scores = reference.dot_product_scores(query, key, scale=scale, bias=None)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias
+        if is_causal:
+            causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            mask = causal if mask is None else mask & causal
+        return scores, mask
+
+    def _draw(self, scores: Float[Tensor, "b h m n"], mask: Tensor | None, key_offset: int) -> Float[Tensor, "b h m n"]:
+        options = {"config": self.config, "sample": self.is_sampling, "need_kl": False}
+        if self.stream is None:
+            return functional.attention_weights(scores, mask=mask, **options)[0]
+        # one seed per query row: with rows on the batch axis, a row's noise does not depend on what it is computed with
+        b, h, m, n = scores.shape
+        rows = scores.transpose(1, 2).reshape(b * m, h, 1, n)
+        if mask is None:
+            mask = torch.ones(n, dtype=torch.bool, device=scores.device)
+        mask = mask.expand(b, mask.shape[-3] if mask.ndim > 2 else 1, m, n).transpose(1, 2).flatten(0, 1).unsqueeze(2)
+        # keys that a cache dropped keep their place in the numbering of the noise
+        rows, mask = (nn.functional.pad(x, (key_offset, 0)) for x in (rows, mask))
+        weights, _ = functional.attention_weights(rows, mask=mask, seed=self.stream.row_seeds(self, b, m), **options)
+        return weights[..., key_offset:].reshape(b, m, h, n).transpose(1, 2)
+
+    def _kl(self, scores: Float[Tensor, "b h m n"], key: Tensor, mask: Tensor | None) -> Float[Tensor, " b"] | None:
+        prior = self._log_prior(key, mask, scores.shape[1])
+        return functional.attention_weights(scores, config=self.config, prior=prior, mask=mask, sample=False)[1]
+
+    def _log_prior(
+        self, key: Float[Tensor, "b hk n d"], mask: Tensor | None, num_heads: int
+    ) -> Float[Tensor, "b h 1 n"] | None:
+        """Return ln Ψ of the keys that some query may attend to, for every query head, if the KL is wanted."""
+        if self.bayes_prior is None or not self.needs_kl:
+            return None
+        key_heads, valid = key.shape[1], None
+        if mask is not None:
+            valid = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)).any(dim=-2)
+            if valid.shape[1] not in (1, key_heads):
+                # a mask per query head, keys shared by groups of them: a key counts if any head of its group sees it
+                valid = valid.unflatten(1, (key_heads, -1)).any(dim=2)
+            valid = valid.expand(*valid.shape[:2], key.shape[2])
+        return self.bayes_prior(key, valid).repeat_interleave(num_heads // key_heads, dim=1)
+
+    def _record_folded(self, output: Tensor, kl: Float[Tensor, " w"] | None) -> Tensor:
+        """Record the KL per example of the model, of which one may have become several entries of the batch (windows)."""
+        examples = None if self.batch is None else self.batch.examples
+        if kl is not None and examples is not None and kl.shape[0] > examples and kl.shape[0] % examples == 0:
+            parts = kl.view(examples, -1)
+            kl = parts.sum(dim=1) if self.config.kl_reduction == "sum" else parts.mean(dim=1)
+        return self._record(output, kl)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        stored = state_dict.get(f"{prefix}settings")
+        if stored is None:
+            state_dict[f"{prefix}settings"] = self.settings
+        elif decode_config(stored) != self.config:
+            error_msgs.append(
+                f"{prefix}settings: the checkpoint's attention is {decode_config(stored)}, the model's {self.config}; "
+                "convert the model with the checkpoint's config, or use load_bayesian"
+            )
+            state_dict[f"{prefix}settings"] = self.settings
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+class Batch:
+    """Notes how many examples a model is called with: windows (Swin) and channels (PatchTST) make more entries of one.
+
+    `note` is registered as a forward pre-hook of the model that cuts them.
+    """
+
+    def __init__(self) -> None:
+        self.examples: int | None = None
+
+    def note(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Remember the first axis of the first tensor among the model's inputs."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.ndim > 0:
+                self.examples = value.shape[0]
+                return
+
+
+def encode_config(config: AttentionConfig) -> Tensor:
+    """Return the config as a tensor of JSON bytes."""
+    return torch.frombuffer(bytearray(json.dumps(config.to_dict(), sort_keys=True).encode()), dtype=torch.uint8)
+
+
+def decode_config(settings: Tensor) -> AttentionConfig:
+    """Return the config behind `encode_config`'s bytes."""
+    return AttentionConfig.from_dict(json.loads(bytes(settings.tolist()).decode()))

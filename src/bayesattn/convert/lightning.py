@@ -1,0 +1,65 @@
+"""A Lightning callback that adds the KL to whatever loss `training_step` returns.
+
+    trainer = pytorch_lightning.Trainer(callbacks=[KLCallback(KLSchedule("sigmoid", anneal_rate=0.2))])
+
+The KL of the batch is recorded while `training_step` runs and added to the loss just before backward, divided as the
+loss was by the number of accumulated batches and multiplied by the gradient scaler's factor.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytorch_lightning as pl  # pyright: ignore[reportMissingImports]  (an optional dependency)
+from torch import Tensor
+
+from bayesattn.objective import KLSchedule
+from bayesattn.recording import KLScope, record_kl
+
+
+class KLCallback(pl.Callback):
+    """Turns the loss of any LightningModule with Bayesian attention into the negative ELBO; logs `kl` and `kl_weight`.
+
+    Args:
+        schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1. It follows
+            `trainer.global_step`, so it resumes with a checkpoint.
+        labels_per_example: Labels that share one example's KL, as in `elbo`.
+    """
+
+    def __init__(self, schedule: KLSchedule | None = None, labels_per_example: float = 1.0) -> None:
+        super().__init__()
+        if not labels_per_example > 0.0:
+            raise ValueError(f"labels_per_example is {labels_per_example!r}; allowed: a number above 0")
+        self.schedule = KLSchedule() if schedule is None else schedule
+        self.labels_per_example = labels_per_example
+        self._open: ExitStack | None = None
+        self._scope: KLScope | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to record."""
+        self._close()
+        self._open = ExitStack()
+        self._scope = self._open.enter_context(record_kl())
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Add the KL to the loss, in place: Lightning offers the tensor, not a way to return another."""
+        scope = self._scope
+        self._close()
+        if scope is None:
+            raise RuntimeError(
+                "a second backward pass in one batch: the KL was added to the first loss already; KLCallback supports one"
+            )
+        weight = self.schedule(trainer.global_step)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        factor = weight / self.labels_per_example / trainer.accumulate_grad_batches
+        kl = scope.total().to(loss.device)
+        loss.add_(kl * (factor * (1.0 if scaler is None else scaler.get_scale())))
+        pl_module.log_dict({"kl": kl.detach(), "kl_weight": weight})
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave no scope open."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._open, self._scope = None, None

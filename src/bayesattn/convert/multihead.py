@@ -1,0 +1,82 @@
+"""Adapter for `torch.nn.MultiheadAttention`, alone or inside torch's transformer layers: swap the class on the instance.
+
+The swapped module *is* `bayesattn.nn.MultiheadAttention`: same parameters under the same names, and while it samples it
+declines the fused path of `nn.TransformerEncoderLayer`, which would never call it.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.nn import BayesianModule, MultiheadAttention
+
+# `recording` notes the last one on the module, if it ever recorded
+_ADDED = ("config", "samples_in_eval", "drops_in_eval", "kl_name", "is_converted", "_recorded_last")
+
+
+def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
+    """Return every torch attention module; a subclass is named with the reason why it is not converted."""
+    return {
+        name: None if type(module) is nn.MultiheadAttention else "a subclass of nn.MultiheadAttention may compute anything"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, BayesianModule)
+    }
+
+
+def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
+    """Turn torch's module into `bayesattn.nn.MultiheadAttention`."""
+    module: Any = model.get_submodule(name)
+    state = module.__dict__
+    same_embed_dim = state.pop("_qkv_same_embed_dim")
+    try:
+        become_bayesian(module, MultiheadAttention, config, key_dim=module.head_dim, num_heads=module.num_heads)
+    except BaseException:
+        state["_qkv_same_embed_dim"] = same_embed_dim
+        raise
+    # in the Bayesian class this name is a property
+    state["_same_embed_dim"] = same_embed_dim
+
+
+def bayesian_part(module: nn.Module) -> BayesianModule | None:
+    """Return the module itself if it was converted (not if it was built as a Bayesian one)."""
+    return module if isinstance(module, MultiheadAttention) and "is_converted" in module.__dict__ else None
+
+
+def detach(model: nn.Module, name: str) -> None:
+    """Turn the module back into torch's."""
+    module = model.get_submodule(name)
+    state = module.__dict__
+    state["_qkv_same_embed_dim"] = state.pop("_same_embed_dim")
+    become_plain(module, nn.MultiheadAttention)
+
+
+def become_bayesian(
+    module: Any, bayesian_class: type[BayesianModule], config: AttentionConfig, *, key_dim: int, num_heads: int
+) -> None:
+    """Swap the class of `module` for a Bayesian subclass and give it what that class needs."""
+    plain_class = type(module)
+    like = next((p for p in module.parameters() if p.is_floating_point()), None)
+    module.__class__ = bayesian_class
+    try:
+        module._init_bayesian(
+            config,
+            key_dim=key_dim,
+            num_heads=num_heads,
+            device=None if like is None else like.device,
+            dtype=None if like is None else like.dtype,
+        )
+    except BaseException:
+        module.__class__ = plain_class
+        raise
+    module.is_converted = True
+    if module.bayes_prior is not None:
+        module.bayes_prior.train(module.training)
+
+
+def become_plain(module: Any, plain_class: type[nn.Module]) -> None:
+    """Undo `become_bayesian`."""
+    del module.bayes_prior
+    for attribute in _ADDED:
+        module.__dict__.pop(attribute, None)
+    module.__class__ = plain_class

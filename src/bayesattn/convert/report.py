@@ -1,0 +1,79 @@
+"""What `bayesianize` did to a model, as rows and as a table to print."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.convert.adapters import converted_modules, find_candidates
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One attention module.
+
+    Attributes:
+        name: Its name in the model.
+        kind: Its class.
+        variant: Variant of its Bayesian attention; None where it was left alone.
+        parameters: Parameters that the conversion added.
+        reason: Why it was left alone; None where it was converted.
+    """
+
+    name: str
+    kind: str
+    variant: str | None
+    parameters: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """All attention modules of a model; `print(report)` shows a table.
+
+    Attributes:
+        rows: One per attention module, in the model's order.
+        model_parameters: Parameters of the whole model, the added ones included.
+    """
+
+    rows: tuple[ReportRow, ...]
+    model_parameters: int
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the Bayesian attention modules."""
+        return tuple(row.name for row in self.rows if row.variant is not None)
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        """Names of the others, with the reason."""
+        return {row.name: row.reason or "" for row in self.rows if row.variant is None}
+
+    @property
+    def added_parameters(self) -> int:
+        """Parameters that the conversion added."""
+        return sum(row.parameters for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max((len(row.name) for row in self.rows), default=0)
+        lines = [f"{row.name:<{width}}  {row.kind}: {row.variant or 'left alone, ' + str(row.reason)}" for row in self.rows]
+        before = self.model_parameters - self.added_parameters
+        share = f" ({self.added_parameters / before:.2%} of {before:,})" if before else ""
+        lines.append(
+            f"{len(self.converted)} of {len(self.rows)} attention modules are Bayesian, "
+            f"{self.added_parameters:,} parameters added{share}"
+        )
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> ConversionReport:
+    """Say which attention modules of `model` are Bayesian by conversion, which are not and why, and what was added."""
+    rows = {}
+    for name, _, part in converted_modules(model):
+        added = 0 if part.bayes_prior is None else sum(p.numel() for p in part.bayes_prior.parameters())
+        rows[name] = ReportRow(name, type(model.get_submodule(name)).__name__, part.config.variant, added, None)
+    for candidate in find_candidates(model, AttentionConfig("BAM-NOKL")):
+        reason = candidate.problem or "not selected"
+        rows[candidate.name] = ReportRow(candidate.name, candidate.kind, None, 0, reason)
+    ordered = tuple(rows[name] for name, _ in model.named_modules() if name in rows)
+    return ConversionReport(ordered, sum(p.numel() for p in model.parameters()))

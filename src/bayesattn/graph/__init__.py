@@ -1,0 +1,5 @@
+"""PyTorch Geometric: graph attention layers whose edge weights are sampled."""
+
+from bayesattn.graph.layers import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv
+
+__all__ = ["BayesianGATConv", "BayesianGATv2Conv", "BayesianTransformerConv"]

@@ -1,0 +1,158 @@
+"""The attention function that transformers calls for converted modules.
+
+transformers looks up attention by the name in `module.config`. A converted module has a config of its own, a copy that
+names this function; the model's config keeps its implementation. So masks are made for the original implementation
+(`sdpa` or `eager`), a config object shared with another model changes nothing there, and as long as nothing is
+sampled or recorded the original function gets exactly the arguments it always got.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from bayesattn.config import AttentionConfig
+from bayesattn.convert.attributes import dropout_rate
+from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
+from bayesattn.convert.masks import combine_bias, split_mask
+
+# neither "sdpa" nor "flash" nor "flex_attention" may occur in it: transformers would run their support checks
+ATTENTION_NAME = "bayesattn"
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+
+# arguments that change the mathematics in a way the sampled path does not know; each with the name users know it by
+UNSUPPORTED_ARGUMENTS = {
+    "s_aux": "attention sinks",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "cache": "a paged cache (continuous batching)",
+}
+
+
+class HFAttention(HostedAttention):
+    """Bayesian part of a transformers attention module.
+
+    Args:
+        host_config: The config object the module had; names the implementation that runs when nothing is sampled.
+        eager: `eager_attention_forward` of the module's file, which is not in the registry.
+        config, key_dim, num_heads: As in `HostedAttention`.
+    """
+
+    def __init__(
+        self,
+        host_config: Any,
+        eager: Callable,
+        config: AttentionConfig,
+        *,
+        key_dim: int | None,
+        num_heads: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        self.host_config = host_config
+        self.eager = eager
+
+    @property
+    def implementation(self) -> str:
+        """What the model was set to, also if `set_attn_implementation` changed it after the conversion."""
+        return self.host_config._attn_implementation
+
+    @property
+    def host_attention(self) -> Callable:
+        """The function that runs when nothing is sampled."""
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, self.eager)
+
+
+def bayesian_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as transformers' registry asks: query (b, h, m, d), key and value (b, hk, n, d) → output (b, m, h, d), weights.
+
+    The signature is the registry's. Sampled weights are returned where the original implementation returns its own.
+    """
+    child: HFAttention | None = getattr(module, CHILD_NAME, None)
+    if child is None:
+        raise ValueError(
+            f"{type(module).__name__} is set to {ATTENTION_NAME!r} but was not converted; load the model without "
+            "attn_implementation and call bayesianize(model, config), or load_bayesian(model, folder)"
+        )
+    if not (child.is_sampling or child.needs_kl):
+        return child.host_attention(module, query, key, value, attention_mask, **kwargs)
+    arguments = _score_arguments(module, child, query, key, attention_mask, kwargs)
+    if not child.is_sampling:
+        output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
+        return child.record_mean(output, query, key, **arguments), weights
+    output, weights = child.attend(
+        query,
+        key,
+        value,
+        dropout_p=_dropout(module, child, kwargs.get("dropout", 0.0)),
+        need_weights=child.implementation == "eager",
+        key_offset=_key_offset(module, child, query, key),
+        **arguments,
+    )
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _score_arguments(
+    module: nn.Module, child: HFAttention, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Translate the registry's arguments, with the meaning the original implementation gives them."""
+    implementation = child.implementation
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"the model's attention implementation is {implementation!r}; allowed while sampling: "
+            f"{', '.join(IMPLEMENTATIONS)} (model.set_attn_implementation)"
+        )
+    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {meaning} ({name}), which sampled attention does not support")
+    if child.bayes_prior is not None and child.needs_kl and key.shape[-1] != child.prior_key_dim:
+        raise ValueError(
+            f"{type(module).__name__} has keys of {key.shape[-1]} features, its prior was built for {child.prior_key_dim}"
+        )
+    if attention_mask is not None:
+        if attention_mask.ndim != 4:
+            raise ValueError(f"the attention mask has shape {tuple(attention_mask.shape)}; allowed: four axes (b, h, m, n)")
+        attention_mask = attention_mask[..., : key.shape[2]]
+    mask, bias = split_mask(attention_mask)
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scale = kwargs.get("scaling")
+    return {
+        "mask": mask,
+        "bias": combine_bias(bias, kwargs.get("position_bias")),
+        # sdpa may leave out the mask and rely on the flag; eager always has its mask
+        "is_causal": bool(is_causal) and implementation == "sdpa" and attention_mask is None and query.shape[2] > 1,
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        # torch's function knows no soft cap: a model that runs on it does without
+        "softcap": kwargs.get("softcap") if implementation == "eager" else None,
+    }
+
+
+def _key_offset(module: nn.Module, child: HFAttention, query: Tensor, key: Tensor) -> int:
+    # keys of cross-attention have positions of their own, and all of them are there
+    if child.stream is None or not getattr(module, "is_causal", False):
+        return 0
+    return child.stream.dropped_keys(query.shape[2], key.shape[2])
+
+
+def _dropout(module: nn.Module, child: HFAttention, given: float) -> float:
+    if child.training or not child.drops_in_eval:
+        return given
+    # in eval mode transformers passes 0.0 whatever the rate is, so MC dropout has to look it up
+    rate = dropout_rate(module)
+    if rate is None:
+        raise ValueError(f"sampling(dropout=True): no attribute of {type(module).__name__} tells its attention dropout")
+    return rate
+
+
+AttentionInterface.register(ATTENTION_NAME, bayesian_attention)
+# only a model loaded with attn_implementation="bayesattn" would look here; without an entry it would lose its masks silently
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -1,0 +1,134 @@
+"""generate: token for token the original's when off; one noise draw per sequence when on, whatever the cache."""
+
+import pytest
+import torch
+from zoo import ARCHITECTURES, build
+
+import bayesattn as ba
+from bayesattn.convert import bayesianize
+from bayesattn.hf import generate
+
+GENERATING = [name for name, architecture in ARCHITECTURES.items() if architecture.generates]
+CACHES = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "none": {"use_cache": False},
+    "beams": {"num_beams": 3},
+}
+CONFIG = ba.AttentionConfig("BAM-WC", weibull_k=2.0)
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    """Two prompts, the first padded on the left."""
+    ids = torch.tensor([[0, 0, 9, 8, 7], [5, 4, 3, 11, 12]])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def options(cache: str) -> dict:
+    return {**CACHES[cache], "max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", GENERATING)
+def test_off_generates_token_for_token(name, cache):
+    model = build(name)
+    before = model.generate(**prompts(), **options(cache))
+    bayesianize(model, CONFIG)
+    assert torch.equal(model.generate(**prompts(), **options(cache)), before)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_the_noise_of_a_sequence_does_not_depend_on_the_cache(name):
+    """The whole sequence recomputed at every step, or the past from a cache: the same draw, so the same tokens."""
+    model = bayesianize(build(name), CONFIG)
+    results = {cache: generate(model, prompts(), 3, seed=1, **options(cache)) for cache in ("dynamic", "static", "none")}
+    for cache in ("static", "none"):
+        assert torch.equal(results[cache].sequences, results["dynamic"].sequences), cache
+        torch.testing.assert_close(results[cache].log_prob, results["dynamic"].log_prob, rtol=1e-3, atol=1e-3)
+
+
+def test_same_seed_same_generations_other_seed_others():
+    model = bayesianize(build("llama"), ba.AttentionConfig("BAM-WC", weibull_k=0.5))
+    state = torch.get_rng_state()
+    first, second, other = (generate(model, prompts(), 6, seed=seed, **options("dynamic")) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.sequences, second.sequences)
+    assert not torch.equal(first.token_log_prob, other.token_log_prob)
+    assert not model.training
+
+
+def test_chunks_give_the_same_greedy_generations():
+    model = bayesianize(build("llama"), CONFIG)
+    whole, chunked = (generate(model, prompts(), 5, seed=3, chunk_size=c, **options("dynamic")) for c in (None, 2))
+    assert torch.equal(whole.sequences, chunked.sequences)
+    torch.testing.assert_close(whole.token_entropy, chunked.token_entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_share_the_prompt_and_disagree_about_the_rest():
+    model = bayesianize(build("llama"), ba.AttentionConfig("BAM-WC", weibull_k=0.3))
+    result = generate(model, prompts(), 6, seed=0, **options("dynamic"))
+    assert result.sequences.shape == (6, 2, 11)
+    assert torch.equal(result.sequences[:, :, :5], prompts()["input_ids"].expand(6, 2, 5))
+    assert bool((result.disagreement > 0).any())
+    assert bool((result.log_prob_variance > 0).all())
+    assert bool((result.mean_token_entropy > 0).all())
+
+
+def test_scores_equal_a_plain_forward_pass_when_there_is_hardly_any_noise():
+    model = bayesianize(build("llama"), ba.AttentionConfig("BAM-LF", sigma_q=1e-7))
+    inputs = {"input_ids": prompts()["input_ids"][1:]}
+    result = generate(model, inputs, 2, seed=0, **options("dynamic"))
+    with torch.no_grad():
+        log_probs = torch.log_softmax(model(input_ids=result.sequences[0]).logits[:, 4:-1], dim=-1)
+    by_hand = log_probs.gather(-1, result.tokens[0].unsqueeze(-1)).squeeze(-1)
+    keep = result.valid[0]
+    torch.testing.assert_close(result.token_log_prob[0][keep], by_hand[keep], rtol=1e-3, atol=1e-4)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    torch.testing.assert_close(result.token_entropy[0][keep], entropy[keep], rtol=1e-3, atol=1e-4)
+    assert float(result.disagreement) == 0.0
+
+
+def test_beams_of_a_sequence_share_its_noise():
+    model = bayesianize(build("bart"), CONFIG)
+    first, second = (generate(model, prompts(), 3, seed=2, **options("beams")) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert bool((first.log_prob < 0).all())
+
+
+def test_disagreement_counts_pairs():
+    from bayesattn.hf import SampledGenerations
+
+    tokens = torch.tensor([[[1, 2]], [[1, 2]], [[1, 3]], [[4, 9]]])
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[2, 0, 1] = valid[3, 0, 1] = True
+    zeros = torch.zeros(4, 1, 2)
+    # of the six pairs only (0, 1) agrees
+    assert float(SampledGenerations(tokens, tokens, valid, zeros, zeros).disagreement) == pytest.approx(5 / 6)
+
+
+def test_tokens_after_the_end_do_not_count():
+    from bayesattn.hf.generation import _valid
+
+    tokens = torch.tensor([[7, 2, 0, 0], [7, 7, 7, 7]])
+    assert _valid(tokens, 2).tolist() == [[True, True, False, False], [True] * 4]
+    assert _valid(tokens, [0, 2]).tolist() == [[True, True, False, False], [True] * 4]
+    assert _valid(tokens, None).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    model = bayesianize(build("llama"), CONFIG)
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts(), **{"num_samples": 2, **arguments})
+
+
+def test_a_plain_model_is_refused():
+    with pytest.raises(ValueError, match="without stochastic attention"):
+        generate(build("llama"), prompts(), 2)

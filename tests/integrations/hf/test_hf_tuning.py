@@ -1,0 +1,162 @@
+"""tune_noise: chooses what the validation data prefer, reports honest numbers, and works on a real pretrained encoder."""
+
+import lzma
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+from zoo import ARCHITECTURES, build, run
+
+import bayesattn as ba
+from bayesattn import metrics
+from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian, tune_noise
+from data import shared_data
+
+IDS = torch.ones(2, 3, dtype=torch.long)
+
+
+def batches(model, flip: float, count: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Inputs labelled by the model itself, a fraction of the labels flipped: how over-confident the model is, is known."""
+    generator = torch.Generator().manual_seed(4)
+    result = []
+    for _ in range(count):
+        ids = torch.randint(3, 61, (16, 7), generator=generator)
+        with torch.no_grad():
+            labels = model(input_ids=ids).logits.argmax(dim=-1)
+        flipped = torch.rand(16, generator=generator) < flip
+        result.append({"input_ids": ids, "labels": torch.where(flipped, 1 - labels, labels)})
+    return result
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LF"])
+def test_the_chosen_value_has_the_best_validation_likelihood(variant):
+    model = build("bert")
+    data = batches(model, 0.3)
+    bayesianize(model, ba.AttentionConfig(variant))
+    result = tune_noise(model, data, num_samples=4, seed=1)
+    chosen = result.nll_by_value[next(iter(result.values.values()))]
+    assert chosen == min(result.nll_by_value.values()) == pytest.approx(result.after.nll)
+    assert set(result.values) == {f"{name}.bayes" for name in report(model).converted}
+    for module in model.modules():
+        if hasattr(module, "bayes"):
+            assert getattr(module.bayes.config, result.parameter) == next(iter(result.values.values()))
+
+
+def test_before_is_the_deterministic_model():
+    model = build("bert")
+    data = batches(model, 0.3)
+    with torch.no_grad():
+        probabilities = torch.cat([torch.softmax(model(input_ids=b["input_ids"]).logits, dim=-1) for b in data])
+    labels = torch.cat([b["labels"] for b in data])
+    result = tune_noise(bayesianize(model, ba.AttentionConfig("BAM-WC")), data, candidates=[5.0], num_samples=2)
+    assert result.before.nll == pytest.approx(float(metrics.negative_log_likelihood(probabilities, labels).mean()), rel=1e-5)
+    confidence, right = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
+    assert result.before.ece == pytest.approx(float(metrics.expected_calibration_error(confidence, right)), rel=1e-5)
+    assert result.before.aurc == pytest.approx(float(metrics.aurc(confidence, right)), rel=1e-5)
+
+
+def test_layer_by_layer_is_at_least_as_good():
+    model = build("bert")
+    data = batches(model, 0.4)
+    bayesianize(model, ba.AttentionConfig("BAM-WF"))
+    common = tune_noise(model, data, candidates=[20.0, 2.0, 0.5], num_samples=4)
+    layered = tune_noise(model, data, candidates=[20.0, 2.0, 0.5], num_samples=4, per_layer=True)
+    assert layered.after.nll <= common.after.nll + 1e-9
+    assert "weibull_k" in str(layered)
+
+
+def test_the_choice_is_saved(tmp_path):
+    model = build("bert")
+    data = batches(model, 0.4)
+    bayesianize(model, ba.AttentionConfig("BAM-WC"))
+    tune_noise(model, data, candidates=[3.5], num_samples=2)
+    save_bayesian(model, tmp_path)
+    assert load_bayesian(build("bert"), tmp_path).bert.encoder.layer[0].attention.self.bayes.config.weibull_k == 3.5
+    model.save_pretrained(tmp_path / "host")
+    assert load_bayesian(build("bert"), tmp_path / "host").bert.encoder.layer[0].attention.self.bayes.config.weibull_k == 3.5
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ([], {}, "batches hold no label"),
+        (
+            [{"input_ids": IDS, "labels": torch.tensor([-100, -100])}],
+            {},
+            "batches hold no label",
+        ),
+        ([{"input_ids": IDS}], {}, "allowed: a pair"),
+        ([{"input_ids": IDS, "labels": torch.tensor([0])}], {}, r"labels have shape \(1,\)"),
+        (
+            [{"input_ids": IDS, "labels": torch.tensor([0, 1])}],
+            {"candidates": [-1.0]},
+            "candidates is",
+        ),
+    ],
+)
+def test_bad_data_are_named_and_the_model_keeps_its_noise(data, options, message):
+    model = bayesianize(build("bert"), ba.AttentionConfig("BAM-WC", weibull_k=7.0))
+    with pytest.raises(ValueError, match=message):
+        tune_noise(model, data, num_samples=2, **options)
+    assert model.bert.encoder.layer[0].attention.self.bayes.config.weibull_k == 7.0
+
+
+def test_predict_takes_what_a_tokenizer_returns():
+    model = bayesianize(build("bert"), ba.AttentionConfig("BAM-WC", weibull_k=1.0))
+    inputs = hf.BatchEncoding(ARCHITECTURES["bert"].inputs(True))
+    pred = ba.predict(model, inputs, num_samples=5, seed=0)
+    assert pred.samples.shape == (5, 2, 2)
+    assert pred.samples.std(dim=0).max() > 1e-4
+    assert torch.equal(pred.samples, ba.predict(model, inputs, num_samples=5, seed=0).samples)
+
+
+@pytest.fixture(scope="module")
+def encoder_folder(tmp_path_factory):
+    data = shared_data()
+    if data is None or not (data / "encoder_e5_small_hf").is_dir():
+        pytest.skip("the pretrained encoder is not at hand (set BAYESATTN_DATA)")
+    folder = tmp_path_factory.mktemp("encoder")
+    for path in (data / "encoder_e5_small_hf").iterdir():
+        if path.suffix == ".xz":
+            with lzma.open(path) as packed, (folder / path.stem).open("wb") as file:
+                shutil.copyfileobj(packed, file)
+        else:
+            shutil.copy(path, folder / path.name)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_real_encoder_converts_samples_tunes_saves_and_comes_back(encoder_folder, tmp_path):
+    tokenizer = hf.AutoTokenizer.from_pretrained(encoder_folder)
+    encoder = hf.AutoModel.from_pretrained(encoder_folder, dtype=torch.float32).eval()
+    texts = ["query: how warm is the sea in june", "query: rule of the offside trap", "query: bread"]
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        before = run(encoder, inputs)
+    bayesianize(encoder, ba.AttentionConfig("BAM-WC"))
+    # 12 layers, keys of 32 features: 12 × (32·10 + 10 + 10 + 1), 0.012 % of 33.4 million
+    assert report(encoder).added_parameters == 12 * 341
+    assert report(encoder).added_parameters < 1e-3 * report(encoder).model_parameters
+    with torch.no_grad():
+        assert torch.equal(run(encoder, inputs), before)
+        with ba.sampling(encoder), ba.record_kl() as kl:
+            assert not torch.equal(run(encoder, inputs), before)
+    assert len(kl) == 12
+    assert torch.isfinite(kl.total())
+
+    def similarities(output):
+        # which of the three texts is this one? similarity of mean-pooled features to the plain model's
+        mask = torch.ones(output.last_hidden_state.shape[:2]).unsqueeze(-1)
+        pooled = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
+        reference = (before * mask[:3]).sum(1) / mask[:3].sum(1)
+        return 20.0 * torch.nn.functional.normalize(pooled, dim=-1) @ torch.nn.functional.normalize(reference, dim=-1).T
+
+    labelled = [{**inputs, "labels": torch.arange(3)}]
+    tuned = tune_noise(encoder, labelled, candidates=[20.0, 5.0], num_samples=2, output=similarities)
+    assert tuned.after.nll == min(tuned.nll_by_value.values())
+    save_bayesian(encoder, tmp_path)
+    again = load_bayesian(hf.AutoModel.from_pretrained(encoder_folder, dtype=torch.float32).eval(), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(run(again, inputs), before)
+        assert torch.equal(run(restore(encoder), inputs), before)

@@ -1,0 +1,81 @@
+"""The Lightning callback gives the gradient of the negative ELBO, whatever the accumulation."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bayesattn as ba
+from bayesattn.convert import bayesianize
+
+with warnings.catch_warnings():
+    # the package's own imports warn about other packages
+    warnings.simplefilter("ignore")
+    pl = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
+    from bayesattn.convert.lightning import KLCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXAMPLES = 8
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0, batch_first=True)
+    return bayesianize(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), ba.AttentionConfig("BAM-LC", sigma_q=1e-7)
+    )
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]).mean(dim=1), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(EXAMPLES, 5, 6, generator=generator), torch.arange(EXAMPLES) % 6)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (2, 4)])
+def test_kl_weighs_the_same_under_accumulation(batch, accumulation, tmp_path):
+    module = Module()
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, accumulate_grad_batches=accumulation,
+        callbacks=[KLCallback(ba.KLSchedule(final=0.3))], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=batch))
+    assert trainer.global_step == 1
+    by_hand = network().train()
+    x, y = data().tensors
+    with ba.record_kl() as kl:
+        nll = nn.functional.cross_entropy(by_hand(x).mean(dim=1), y)
+    (nll + 0.3 * kl.total()).backward()
+    for name, parameter in by_hand.named_parameters():
+        step = before[f"net.{name}"] - module.get_parameter(f"net.{name}").detach()
+        torch.testing.assert_close(step, parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+    assert float(trainer.callback_metrics["kl"]) > 0
+
+
+def test_a_scope_is_not_left_open_by_an_error(tmp_path):
+    class Failing(Module):
+        def training_step(self, batch, index):
+            raise RuntimeError("out of memory")
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[KLCallback()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit(Failing(), torch.utils.data.DataLoader(data(), batch_size=4))
+    with ba.record_kl():
+        pass
