@@ -139,7 +139,8 @@ def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
         scope._names.append(str(module.kl_name))
         scope._values.append(kl)
         scope._is_detached.append(not torch.is_grad_enabled())
-        if kl.requires_grad:
+        # a compiled graph is one node of autograd's: all its parameters are reachable from each of its outputs
+        if kl.requires_grad and not torch.compiler.is_compiling():
             return _Link.apply(output, kl)
     return output
 
