@@ -10,6 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from bayesattn import metrics
 from bayesattn.metrics import running
+from processes import leave, run_on_two
 
 S, B, C = 5, 103, 4
 
@@ -71,18 +72,13 @@ def _worker(rank: int, rendezvous: str, results) -> None:
     # unequal shares: 61 and 42 predictions, in two and three batches
     parts = [slice(0, 30), slice(30, 61)] if rank == 0 else [slice(61, 62), slice(62, 90), slice(90, B)]
     results.put((rank, _feed(parts)))
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = mp.start_processes(
-        _worker, (str(tmp_path / "rendezvous"), results), nprocs=2, join=False, start_method="spawn"
-    )
-    while not processes.join():
-        pass
+    results = mp.get_context("spawn").SimpleQueue()
+    run_on_two(_worker, str(tmp_path / "rendezvous"), results)
     single = _feed([slice(0, B)])
     for _ in range(2):
         rank, found = results.get()

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 def run_on_two(function: Callable[..., None], *args: Any) -> None:
