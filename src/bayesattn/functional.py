@@ -90,7 +90,7 @@ def attention(
     value: Float[Tensor, "b hk n dv"],
     *,
     config: AttentionConfig,
-    prior: Float[Tensor, "#b #h 1 n"] | None = None,
+    prior: Float[Tensor, "#b prior_heads 1 n"] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     is_causal: bool = False,

@@ -132,3 +132,20 @@ def test_bad_arguments_are_named(arguments, message):
 def test_a_plain_model_is_refused():
     with pytest.raises(ValueError, match="without stochastic attention"):
         generate(build("llama"), prompts(), 2)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "none", "beams"])
+def test_whisper_off_generates_token_for_token(cache):
+    """Whisper takes features, not a prompt; its generate wants a generation config that a tiny random one does not have."""
+    model = build("whisper")
+    features = ARCHITECTURES["whisper"].inputs(False)["input_features"]
+    start = torch.ones(features.shape[0], 1, dtype=torch.long)
+
+    def tokens() -> torch.Tensor:
+        # the generate of transformers' base class: Whisper's own adds timestamps and languages, not attention
+        generating = super(type(model), model).generate
+        return generating(features, decoder_input_ids=start, **options(cache))
+
+    before = tokens()
+    bayesianize(model, CONFIG)
+    assert torch.equal(tokens(), before)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as hf
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from zoo import ARCHITECTURES, BATCH, build, run
@@ -121,3 +122,20 @@ def test_kl_gradient_is_the_functional_core_s():
         torch.testing.assert_close(captured[n].grad, leaf.grad, rtol=1e-4, atol=1e-6)
     for n, parameter in prior.named_parameters():
         torch.testing.assert_close(parameter.grad, expected_prior[n], rtol=1e-4, atol=1e-6)
+
+
+def test_albert_s_one_module_counts_twelve_times():
+    config = CONFIGS["WC-default"]
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 24, "embedding_size": 8, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 40}
+    albert = hf.AlbertModel(hf.AlbertConfig(num_hidden_layers=12, **sizes)).eval()
+    albert.set_attn_implementation("eager")
+    model = bayesianize(albert, config)
+    inputs = {"input_ids": torch.randint(1, 40, (2, 5))}
+    expected = kl_by_hand("albert", model, inputs, config)
+    with ba.record_kl(model) as kl, torch.no_grad():
+        model(**inputs)
+    assert len(kl) == len(expected) == 12
+    assert len(kl.per_layer()) == 1
+    for (_, value), oracle in zip(kl.per_call(), expected, strict=True):
+        torch.testing.assert_close(value, oracle.to(value.dtype), rtol=1e-4, atol=1e-5)
