@@ -393,7 +393,7 @@ def test_dropout_drops_sampled_weights_and_leaves_the_kl():
 def test_a_prior_per_key_head_serves_the_query_heads_that_share_it():
     query, key = torch.randn(2, 6, 3, 4), torch.randn(2, 2, 5, 4)
     prior = torch.randn(2, 2, 1, 5).log_softmax(-1)
-    config = ba.AttentionConfig("BAM-WC")
+    config = AttentionConfig("BAM-WC")
     _, kl = attention(query, key, key, config=config, prior=prior, seed=1)
     _, expanded = attention(query, key, key, config=config, prior=prior.repeat_interleave(3, dim=1), seed=1)
     assert torch.equal(kl, expanded)
