@@ -5,11 +5,11 @@ import socket
 
 import pytest
 import torch
-from processes import leave, run_on_two
 from test_hf_trainer import arguments, by_hand, dataset, model, steps_taken
 
 import bayesattn as ba
 from bayesattn.hf import BayesianTrainer
+from processes import leave, run_on_two
 
 
 def _process(rank: int, port: int, folder: str, name: str, average: bool) -> None:

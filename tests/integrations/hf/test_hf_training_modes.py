@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from processes import leave, run_on_two
 from zoo import ARCHITECTURES, build, run
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize
+from processes import leave, run_on_two
 
 CONFIG = ba.AttentionConfig("BAM-WC")
 
