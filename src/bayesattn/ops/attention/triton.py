@@ -118,7 +118,7 @@ def _forward(
     return out, lse, clean, columns, first, second, sums
 
 
-# torch.compile sees one opaque operator; eager calls take the autograd function below, which costs a fifth in Python
+# torch.compile sees one opaque operator; eager calls take the autograd function below, which costs less Python
 attention_forward = torch.library.custom_op("bayesattn::attention_forward", _forward, mutates_args=())
 
 
