@@ -6,7 +6,10 @@ import pytest
 
 from bayesattn.cli import main
 
-TINY = [f"--set={setting}" for setting in ("epochs=1", "train_size=40", "batch_size=20", "width=8", "num_heads=2")]
+TINY = [
+    f"--set={setting}"
+    for setting in ("training.epochs=1", "train_size=40", "training.batch_size=20", "width=8", "num_heads=2")
+]
 
 
 def call(*arguments):

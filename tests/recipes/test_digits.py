@@ -11,7 +11,7 @@ from bayesattn.recipes.digits.search import GRIDS
 from bayesattn.recipes.digits.train import CONFIGS, build_model, fit, load_config, load_run, train_run
 
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-TINY = ["epochs=2", "train_size=40", "batch_size=20", "width=8", "num_heads=2"]
+TINY = ["training.epochs=2", "train_size=40", "training.batch_size=20", "width=8", "num_heads=2"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_scrambled_images_keep_their_grey_values_and_lose_their_labels():
         (lambda: data.load_splits(7), "train_size is 7; allowed: 20 to 400"),
         (lambda: data.shift(data.load_splits(200)["test"], "up"), "kind is 'up'; allowed: 'rotated', 'moved', 'blurred'"),
         (lambda: data.add_noise(data.load_splits(200)["test"], -1.0), "strength is -1.0; allowed"),
-        (lambda: load_config("wc", ["epochs=0"]), "epochs is 0; allowed"),
+        (lambda: load_config("wc", ["training.epochs=0"]), "epochs is 0; allowed"),
         (lambda: load_config("wc", ["learning_rate=0"]), "learning_rate is 0.0; allowed"),
     ],
 )
@@ -91,7 +91,7 @@ def test_bad_values_are_named(call, message):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_config_trains_and_its_loss_falls(name):
-    model, log = fit(load_config(name, ["epochs=30", "train_size=100"]))
+    model, log = fit(load_config(name, ["training.epochs=30", "train_size=100"]))
     assert log.rows[-1]["train_nll"] < 0.7 * log.rows[0]["train_nll"]
     assert model.last_attention.config.has_kl == (log.rows[-1]["train_kl"] != 0.0)
 

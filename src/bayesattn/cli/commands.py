@@ -17,6 +17,9 @@ app = typer.Typer(
 )
 console = Console()
 
+DataOption = Annotated[
+    Path | None, typer.Option(envvar="BAYESATTN_DATA", help="Folder of the data sets, for recipes that read files.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 
@@ -58,6 +61,7 @@ def train(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value; may be repeated.")
     ] = None,
+    data: DataOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")] = False,
 ) -> None:
     """Train one model and write its run folder."""
@@ -67,8 +71,14 @@ def train(
     module = recipes.load(recipe, "train")
     chosen = module.load_config(config, settings or [])
     with progress(console) as display:
-        task = display.add_task("training", total=chosen.num_steps)
-        log = module.train_run(chosen, out, lambda: display.advance(task), overwrite=overwrite)
+        task = display.add_task("training", total=None)
+        log = module.train_run(
+            chosen,
+            out,
+            lambda done, total: display.update(task, completed=done, total=total),
+            data=data,
+            overwrite=overwrite,
+        )
     console.print(_print.last_row(log.rows[-1]))
     console.print(f"run: {out}", soft_wrap=True)
 
@@ -125,6 +135,28 @@ def report(
     with console.status("drawing"):
         page = write_report(runs, runs[0] / REPORT_FILE if out is None else out)
     console.print(f"report: {page}", soft_wrap=True)
+
+
+@app.command()
+def reproduce(
+    recipe: Annotated[str, typer.Argument(help="A recipe of `bayesattn list` with a table in the paper.")],
+    only: Annotated[
+        str | None, typer.Option("--datasets", "--tasks", help="Data sets or tasks, separated by commas; default: all.")
+    ] = None,
+    variants: Annotated[str | None, typer.Option(help="Variants, separated by commas; default: all.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 5,
+    data: DataOption = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the runs and the tables; finished runs in it are not repeated.")
+    ] = Path("runs/reproduce"),
+) -> None:
+    """Train every variant with several seeds and print the paper's table beside ours."""
+    from bayesattn import recipes
+
+    module = recipes.load(recipe, "reproduce")
+    names, chosen = (None if text is None else text.split(",") for text in (only, variants))
+    table = module.reproduce(names, chosen, num_seeds=seeds, data=data, out=out, console=console)
+    console.print(f"table: {table}", soft_wrap=True)
 
 
 @app.command()

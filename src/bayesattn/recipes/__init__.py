@@ -25,6 +25,8 @@ def load(recipe: str, part: str) -> Any:
     try:
         return importlib.import_module(f"bayesattn.recipes.{recipe}.{part}")
     except ModuleNotFoundError as error:
+        if error.name == f"bayesattn.recipes.{recipe}.{part}":
+            raise ValueError(f"recipe {recipe!r} has no {part!r}") from None
         if error.name and error.name.startswith("bayesattn"):
             raise
         raise ValueError(

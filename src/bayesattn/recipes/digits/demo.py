@@ -55,16 +55,22 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
     if num_seeds < 1:
         raise ValueError(f"num_seeds is {num_seeds!r}; allowed: an integer of at least 1")
     start = time.perf_counter()
-    settings = [] if epochs is None else [f"epochs={epochs}"]
+    settings = [] if epochs is None else [f"training.epochs={epochs}"]
     configs = [(name, load_config(name, [*settings, f"seed={seed}"])) for name in CONFIG_NAMES for seed in range(num_seeds)]
     folders, measured = [], []
     with progress(console) as display, one_thread():
-        training = display.add_task("training", total=sum(config.num_steps for _, config in configs))
+        training = display.add_task("training", total=len(configs))
         work = [len(available_methods(config)) * len(evaluation_splits(config.train_size, NOISE)) for _, config in configs]
         predicting = display.add_task("predicting", total=sum(work))
         for name, config in configs:
             folder = out / f"{name}-{config.seed}"
-            train_run(config, folder, lambda: display.advance(training), overwrite=True)
+            done = display.tasks[training].completed
+            train_run(
+                config,
+                folder,
+                lambda step, steps, done=done: display.update(training, completed=done + step / steps),
+                overwrite=True,
+            )
             predictions = predict_run(
                 folder,
                 num_samples=num_samples,

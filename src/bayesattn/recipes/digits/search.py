@@ -28,7 +28,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "soft": {
         "num_layers": [1, 2],
         "dropout": [0.1, 0.2],
-        "epochs": [60, 100],
+        "training.epochs": [60, 100],
         "learning_rate": [3e-3, 5e-3],
     },
     "nokl": {"attention.weibull_k": [0.5, 1, 2, 5, 10]},
