@@ -13,6 +13,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
+
+# the fused network holds a block of keys and the whole first matrix in registers
+LARGEST_KEY_DIM, LARGEST_HIDDEN_DIM = 256, 64
 
 
 def contextual_log_prior(
@@ -78,8 +82,28 @@ class ContextualPrior(nn.Module):
             valid: Keys that at least one query may attend to; None means all.
         """
         key = key.detach() if self.detach_keys else key
+        if self._runs_fused(key):
+            # only now: a machine without a GPU need not have triton
+            from bayesattn.ops.prior import triton
+
+            weights = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+            return triton.log_prior(key, *weights, valid)
         hidden = torch.relu(key.to(self.weight_in.dtype) @ self.weight_in + self.bias_in)
         return contextual_log_prior((hidden @ self.weight_out + self.bias_out).squeeze(-1), valid)
+
+    def _runs_fused(self, key: Tensor) -> bool:
+        # the kernels add up the network's gradient in any order, and compute in float32; the compiler fuses by itself
+        return (
+            (key.is_cuda or INTERPRETED)
+            and HAS_TRITON
+            and key.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and self.weight_in.dtype != torch.float64
+            and min(key.shape) > 0
+            and key.shape[-1] <= LARGEST_KEY_DIM
+            and self.weight_in.shape[-1] <= LARGEST_HIDDEN_DIM
+            and not torch.compiler.is_compiling()
+            and not torch.are_deterministic_algorithms_enabled()
+        )
 
     def extra_repr(self) -> str:
         """Show sizes in `print(model)`."""

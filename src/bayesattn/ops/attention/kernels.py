@@ -221,8 +221,11 @@ def columns_kernel(
 
 
 @triton.jit
-def delta_kernel(OUT, GRAD, DELTA, M, DV, H, stride_gb, stride_gh, stride_gm, BM: tl.constexpr, BDV: tl.constexpr):
-    """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward."""
+def prepare_kernel(
+    OUT, GRAD, DELTA, START_Q, GRAD_Q, M, D, DV, H, stride_gb, stride_gh, stride_gm, stride_sum, scale,
+    BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward; with ONE_PASS also what dQ starts from."""
     rm, rv, bh = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BDV), tl.program_id(1)
     row = bh.to(tl.int64) * M + rm
     inside = (rm < M)[:, None] & (rv < DV)[None, :]
@@ -230,6 +233,13 @@ def delta_kernel(OUT, GRAD, DELTA, M, DV, H, stride_gb, stride_gh, stride_gm, BM
     base = GRAD + (bh // H).to(tl.int64) * stride_gb + (bh % H).to(tl.int64) * stride_gh
     grad = tl.load(base + rm[:, None] * stride_gm + rv[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(DELTA + row, tl.sum(out * grad, 1), mask=rm < M)
+    if ONE_PASS:
+        rd = tl.arange(0, BD)
+        start = tl.zeros([BM, BD], tl.float32)
+        if COLUMNS:
+            rows = tl.where(stride_sum == 0, 1, M)
+            start = _load(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, False) * scale
+        tl.store(GRAD_Q + row[:, None] * D + rd[None, :], start, mask=(rm < M)[:, None] & (rd < D)[None, :])
 
 
 @triton.jit

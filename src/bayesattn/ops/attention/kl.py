@@ -62,11 +62,16 @@ def weibull_kl(
     allowed: Allowed,
     config: AttentionConfig,
 ) -> Float[Tensor, " b"]:
-    """Return the Weibull KL of each example from the raw scores' sum over each key's queries and LSE of each row."""
+    """Return the Weibull KL of each example from the raw scores' sum over each key's queries and LSE of each row.
+
+    The sums of keys that nobody may attend to are ignored.
+    """
+    used = allowed.has_query(lse.device)
+    column_sums = _zero_unless(used, column_sums)
     if log_prior is None:
         log_alpha = column_sums.new_full((1, 1, 1, column_sums.shape[-1]), math.log(config.gamma_alpha))
     else:
-        log_alpha = _zero_where_unused(log_prior, allowed)
+        log_alpha = _zero_unless(used, log_prior)
         log_alpha = log_alpha + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
     alpha = torch.exp(log_alpha)
     key_term = weibull_gamma_key_term(log_alpha, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
@@ -84,7 +89,7 @@ def lognormal_location(
     """Return μ_p of each key."""
     if log_prior is None:
         return config.mu_p
-    log_prior = _zero_where_unused(log_prior, allowed)
+    log_prior = _zero_unless(allowed.has_query(log_prior.device), log_prior)
     return log_prior if config.mu_form == "log_psi" else torch.exp(log_prior)
 
 
@@ -113,10 +118,9 @@ def capped_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return torch.where(x < LOG_ROW_CAP, torch.exp(x.clamp(max=LOG_ROW_CAP)), line)
 
 
-def _zero_where_unused(log_prior: Tensor, allowed: Allowed) -> Tensor:
+def _zero_unless(used: Tensor | None, x: Tensor) -> Tensor:
     # a key nobody may attend to has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
-    used = allowed.has_query(log_prior.device)
-    return log_prior if used is None else torch.where(used, log_prior, 0.0)
+    return x if used is None else torch.where(used, x, 0.0)
 
 
 def _sum_rows(rows: Tensor, allowed: Allowed) -> Tensor:

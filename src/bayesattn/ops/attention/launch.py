@@ -1,12 +1,12 @@
 """How the kernels are launched: tile sizes, switches, strides, and a count of what ran."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from bayesattn.ops.attention import kernels
 from bayesattn.ops.attention.support import INTERPRETED
 
 # how often each kernel was launched, so that a test can prove which one ran
@@ -38,10 +38,10 @@ def one_pass(head_dim: int) -> bool:
     return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
 
 
-def launch(name: str, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """Launch one of the kernels and count it."""
-    LAUNCHES[name] += 1
-    getattr(kernels, f"{name}_kernel")[grid](*args, **constants)
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    """Launch a kernel and count it under its name without `_kernel`."""
+    LAUNCHES[kernel.fn.__name__.removesuffix("_kernel")] += 1
+    kernel[grid](*args, **constants)
 
 
 def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:

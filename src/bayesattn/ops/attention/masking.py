@@ -67,17 +67,18 @@ class Allowed:
         return x.sum(dim=-1) if mask is None else (x * mask).sum(dim=-1)
 
     def sum_over_queries(self, x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h #n d"]:
-        """Return Σ_i x_i over the queries of each key, in float32 or better; one row where all keys share it."""
+        """Return Σ_i x_i over the queries of each key, in float32 or better; one row where all keys share it.
+
+        Keys that nobody may attend to share it too: what they get has no meaning.
+        """
         m, n = self.shape[-2:]
         dtype = torch.promote_types(x.dtype, torch.float32)
         if self.is_causal and self.mask is None:
             sums = x.flip(-2).cumsum(dim=-2, dtype=dtype).flip(-2)
             return torch.nn.functional.pad(sums, (0, 0, 0, n - m)) if n > m else sums[:, :, :n].contiguous()
         mask = self.dense(x.device)
-        if mask is None:
+        if mask is None or mask.shape[-2] == 1:
             return x.sum(dim=-2, keepdim=True, dtype=dtype)
-        if mask.shape[-2] == 1:
-            return x.sum(dim=-2, keepdim=True, dtype=dtype) * mask.transpose(-2, -1)
         return mask.to(dtype).transpose(-2, -1) @ x.to(dtype)
 
     def weighted_keys(self, weight: Float[Tensor, "b h 1 n"], key: Float[Tensor, "b hk n d"]) -> Float[Tensor, "b h #m d"]:

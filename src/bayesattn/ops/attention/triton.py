@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
+from bayesattn.ops.attention import kernels
+from bayesattn.ops.attention.fused_kl import attention_kl
+from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location
 from bayesattn.ops.attention.launch import (
     aligned,
     blocks_of,
@@ -66,7 +68,7 @@ def attention(
     if not need_kl:
         return output, None
     if weibull:
-        return output, weibull_kl(columns, lse, log_prior, allowed, config)
+        return output, attention_kl(columns, lse, log_prior, allowed, config)
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
@@ -100,7 +102,7 @@ def _forward(
     )
     if out.numel():
         launch(
-            "forward", (blocks_of(m, constants["BM"]), b * h),
+            kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
             query, key, value, *optional_pointers(mask, mu, seed), out, lse, clean, first, second,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
             h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
@@ -112,7 +114,7 @@ def _forward(
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
             launch(
-                "columns", (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], row_stride(sums),
+                kernels.columns_kernel, (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], row_stride(sums),
                 h, h // hk, n, d, scale, BN=64, BD=constants["BD"],
             )  # fmt: skip
     return out, lse, clean, columns, first, second, sums
@@ -131,7 +133,7 @@ def _(query, key, value, mask, mu, seed, weibull, strength, scale, causal, need_
 
     out = query.new_empty((b, h, m, value.shape[-1]))
     columns = query.new_empty((b, h, 1, n) if need_columns else 0, dtype=torch.float32)
-    is_one_row = not causal and mask is None
+    is_one_row = not causal and (mask is None or mask.shape[2] == 1)
     sums = query.new_empty((b, h, 1 if is_one_row else n, query.shape[-1]) if need_columns else 0, dtype=torch.float32)
     return out, rows(True), rows(need_lse), columns, rows(mu is not None), rows(mu is not None), sums
 
@@ -165,19 +167,18 @@ def _backward(
     if grad_columns is not None:
         # dQ_i gains scale · Σ_j dT_j k_j over the keys of query i
         start = Allowed(mask, causal, (b, h, m, n)).weighted_keys(grad_columns, key)
-    if not in_one_pass:
-        grad_query = query.new_empty((b, h, m, d))
-    elif start is None:
-        grad_query = query.new_zeros((b, h, m, d), dtype=torch.float32)
-    else:
-        grad_query = (start * scale).expand(b, h, m, d).contiguous()
+    grad_query = query.new_empty((b, h, m, d), dtype=torch.float32 if in_one_pass else None)
     grad_key, grad_value = key.new_empty((b, hk, n, d)), value.new_empty((b, hk, n, dv))
     grad_mu = lse.new_empty((b, h, 1, n) if mu is not None else 0)
     if not (b and m):
         return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
-    bdv = max(16, triton.next_power_of_2(dv))
-    launch("delta", (blocks_of(m, 64), b * h), out, grad, delta, m, dv, h, *grad.stride()[:3], BM=64, BDV=bdv)
+    bd, bdv = (max(16, triton.next_power_of_2(x)) for x in (d, dv))
+    launch(
+        kernels.prepare_kernel, (blocks_of(m, 64), b * h),
+        out, grad, delta, start, grad_query, m, d, dv, h, *grad.stride()[:3],
+        row_stride(start), scale, BM=64, BD=bd, BDV=bdv, COLUMNS=start is not None, ONE_PASS=in_one_pass,
+    )  # fmt: skip
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
     tensors = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
@@ -199,7 +200,7 @@ def _backward(
 
     constants = kernel_constants("grad_key", query, value, mask, **switches)
     launch(
-        "grad_key", (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
+        kernels.grad_key_kernel, (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
         grad_query, grad_key, grad_value, grad_mu, *strides, row_stride(sums), *numbers,
         **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
     )  # fmt: skip
@@ -207,7 +208,7 @@ def _backward(
         constants = kernel_constants("grad_query", query, value, mask, **switches)
         grid = (blocks_of(m, constants["BM"]), b * h)
         launch(
-            "grad_query", grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
+            kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
             CHECK=checks(constants),
         )  # fmt: skip
     return grad_query.to(query.dtype), grad_key, grad_value, grad_mu

@@ -1,0 +1,110 @@
+"""Triton kernels of the contextual prior: Ψ = softmax_j(w₂ᵀ relu(W₁ᵀ k_j + b₁) + b₂) over the keys of a head (Sec. 3.3).
+
+All arithmetic is in float32; the products with the d × d_mid matrix are too small for lower precision to pay.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _hidden(K, W1, B1, rn, rd, rh, stride_kn, N, D, HIDDEN, BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr):
+    """Return a block of keys, the first matrix and W₁ᵀ k_j + b₁ before the ReLU; all 0 outside of their sizes."""
+    inside = (rn < N)[:, None] & (rd < D)[None, :]
+    k = tl.load(K + rn[:, None] * stride_kn + rd[None, :], mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(W1 + rd[:, None] * HIDDEN + rh[None, :], mask=(rd < D)[:, None] & (rh < HIDDEN)[None, :], other=0.0)
+    b1 = tl.load(B1 + rh, mask=rh < HIDDEN, other=0.0).to(tl.float32)
+    return k, w1.to(tl.float32), tl.dot(k, w1.to(tl.float32), input_precision="ieee") + b1[None, :]
+
+
+@triton.jit
+def prior_logits_kernel(
+    K, W1, B1, W2, B2, LOGITS, stride_kb, stride_kh, stride_kn, H, NETWORKS, N, D, HIDDEN,
+    BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Prior logits of one block of keys."""
+    bh = tl.program_id(1)
+    batch, head, network = (bh // H).to(tl.int64), (bh % H).to(tl.int64), (bh % H) % NETWORKS
+    rn, rd, rh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
+    _, _, hidden = _hidden(  # type: ignore[misc]  (the type of a jitted call is not known)
+        K + batch * stride_kb + head * stride_kh, W1 + network * D * HIDDEN, B1 + network * HIDDEN,
+        rn, rd, rh, stride_kn, N, D, HIDDEN, BN, BD, BH,
+    )  # fmt: skip
+    w2 = tl.load(W2 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0).to(tl.float32)
+    logits = tl.sum(tl.maximum(hidden, 0.0) * w2[None, :], 1) + tl.load(B2 + network).to(tl.float32)
+    tl.store(LOGITS + bh.to(tl.int64) * N + rn, logits, mask=rn < N)
+
+
+@triton.jit
+def _used(valid, r, N, HAS_VALID: tl.constexpr):
+    used = r < N
+    if HAS_VALID:
+        used = used & (tl.load(valid + r, mask=used, other=0) != 0)
+    return used
+
+
+@triton.jit
+def prior_softmax_kernel(LOGITS, VALID, OUT, stride_vb, stride_vh, H, N, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """ln Ψ of all keys of a head: −inf for a key that is not valid, 0 everywhere where none is."""
+    bh = tl.program_id(0)
+    row = bh.to(tl.int64) * N
+    valid = VALID + (bh // H).to(tl.int64) * stride_vb + (bh % H).to(tl.int64) * stride_vh
+    top, total = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        x = tl.load(LOGITS + row + r, mask=_used(valid, r, N, HAS_VALID), other=-float("inf"))
+        new_top = tl.maximum(top, x)
+        pivot = tl.where(new_top == -float("inf"), 0.0, new_top)
+        total = total * tl.exp(top - pivot) + tl.exp(x - pivot)
+        top = new_top
+    highest = tl.max(top, 0)
+    has_key = highest > -float("inf")
+    pivot = tl.where(has_key, highest, 0.0)
+    lse = pivot + tl.log(tl.where(has_key, tl.sum(total * tl.exp(top - pivot), 0), 1.0))
+    for start in range(0, N, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        x = tl.load(LOGITS + row + r, mask=_used(valid, r, N, HAS_VALID), other=-float("inf"))
+        tl.store(OUT + row + r, tl.where(has_key, x - lse, 0.0), mask=r < N)
+
+
+@triton.jit
+def prior_grad_kernel(
+    K, W1, B1, W2, VALID, OUT, GRAD, GRAD_K, GRAD_W1, GRAD_B1, GRAD_W2,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_gb, stride_gh, stride_gn, H, NETWORKS, N, D, HIDDEN,
+    BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, HAS_VALID: tl.constexpr,
+    NEED_KEY: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of keys: dk_j written, those of the network added to what other blocks give."""
+    bh = tl.program_id(1)
+    batch, head, network = (bh // H).to(tl.int64), (bh % H).to(tl.int64), (bh % H) % NETWORKS
+    row = bh.to(tl.int64) * N
+    grads, valid = GRAD + batch * stride_gb + head * stride_gh, VALID + batch * stride_vb + head * stride_vh
+    # d logit_j = d ln Ψ_j − Ψ_j Σ d ln Ψ over the valid keys
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        sums += tl.load(grads + r * stride_gn, mask=_used(valid, r, N, HAS_VALID), other=0.0)
+    total = tl.sum(sums, 0)
+    rn, rd, rh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
+    used = _used(valid, rn, N, HAS_VALID)
+    grad = tl.load(grads + rn * stride_gn, mask=used, other=0.0)
+    grad = tl.where(used, grad - tl.exp(tl.load(OUT + row + rn, mask=used, other=0.0)) * total, 0.0)
+    k, w1, hidden = _hidden(
+        K + batch * stride_kb + head * stride_kh, W1 + network * D * HIDDEN, B1 + network * HIDDEN,
+        rn, rd, rh, stride_kn, N, D, HIDDEN, BN, BD, BH,
+    )  # fmt: skip
+    w2 = tl.load(W2 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0).to(tl.float32)
+    grad_hidden = tl.where(hidden > 0.0, grad[:, None] * w2[None, :], 0.0)
+    in_hidden = rh < HIDDEN
+    tl.atomic_add(
+        GRAD_W1 + network * D * HIDDEN + rd[:, None] * HIDDEN + rh[None, :],
+        tl.dot(tl.trans(k), grad_hidden, input_precision="ieee"),
+        mask=(rd < D)[:, None] & in_hidden[None, :], sem="relaxed",
+    )  # fmt: skip
+    tl.atomic_add(GRAD_B1 + network * HIDDEN + rh, tl.sum(grad_hidden, 0), mask=in_hidden, sem="relaxed")
+    grad_w2 = tl.sum(tl.maximum(hidden, 0.0) * grad[:, None], 0)
+    tl.atomic_add(GRAD_W2 + network * HIDDEN + rh, grad_w2, mask=in_hidden, sem="relaxed")
+    if NEED_KEY:
+        grad_key = tl.dot(grad_hidden, tl.trans(w1), input_precision="ieee")
+        pointers = GRAD_K + (row + rn)[:, None] * D + rd[None, :]
+        tl.store(pointers, grad_key.to(GRAD_K.dtype.element_ty), mask=(rn < N)[:, None] & (rd < D)[None, :])

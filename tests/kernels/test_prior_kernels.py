@@ -1,0 +1,93 @@
+"""The contextual prior's kernels against plain torch in float64: ln Ψ and the gradient of the keys and of the network."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import bayesattn as ba
+from bayesattn.ops.attention.launch import LAUNCHES
+from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.priors import ContextualPrior
+
+HAS_GPU = torch.cuda.is_available() and not INTERPRETED
+pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+if not HAS_GPU and not INTERPRETED:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+
+def both(shape, *, valid=None, per_head=False, hidden=10, dtype=torch.float32, detach=False):
+    """Return ln Ψ and all gradients, by the kernels and by the plain module in float64."""
+    b, h, n, d = shape
+    config = ba.AttentionConfig("BAM-WC", prior_hidden_dim=hidden, prior_per_head=per_head, detach_keys=detach)
+    prior = ContextualPrior(d, h, config).to(DEVICE)
+    for bias in (prior.bias_in, prior.bias_out):
+        torch.nn.init.normal_(bias)
+    key = torch.randn(b, n, h, d, device=DEVICE).transpose(1, 2).to(dtype)
+    upstream = torch.randn(b, h, 1, n, device=DEVICE)
+    results = []
+    for wide in (False, True):
+        module = ContextualPrior(d, h, config).to(DEVICE, torch.float64 if wide else torch.float32)
+        module.load_state_dict(prior.state_dict())
+        keys = (key.double() if wide else key).detach().requires_grad_()
+        before = LAUNCHES["prior_logits"]
+        log_prior = module(keys, valid)
+        assert LAUNCHES["prior_logits"] == before + (not wide)
+        finite = torch.where(log_prior > -torch.inf, log_prior, 0.0)
+        finite.backward(upstream.to(finite.dtype))
+        gradients = [keys.grad, *(p.grad for p in module.parameters())]
+        results.append([x.detach().double() for x in (log_prior, *gradients) if x is not None])
+    return results
+
+
+def compare(fused, plain, tolerance=2e-5):
+    assert len(fused) == len(plain)
+    for ours, truth in zip(fused, plain):
+        # float32 sums of up to some hundred terms of order 1, relative to the largest of the tensor
+        scale = float(torch.where(truth > -torch.inf, truth, 0.0).abs().max().clamp(min=1.0))
+        torch.testing.assert_close(ours, truth, rtol=0.0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 67, 16), (1, 2, 1, 24), (2, 1, 131, 20), (1, 2, 300, 64)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_equals_the_plain_network_with_all_gradients(shape, per_head):
+    compare(*both(shape, per_head=per_head))
+
+
+def test_masked_keys_get_minus_infinity_and_an_example_without_keys_zeros():
+    valid = torch.rand(3, 1, 41, device=DEVICE) > 0.4
+    valid[1] = False
+    fused, plain = both((3, 2, 41, 16), valid=valid)
+    compare(fused, plain)
+    assert (fused[0][1] == 0.0).all()
+    assert torch.equal(fused[0][0, 0, 0] == -torch.inf, ~valid[0, 0])
+
+
+def test_a_mask_per_head_is_followed():
+    valid = torch.rand(2, 3, 29, device=DEVICE) > 0.4
+    valid[..., 0] = True
+    compare(*both((2, 3, 29, 16), valid=valid))
+
+
+@pytest.mark.parametrize("hidden", [1, 5, 33])
+def test_any_hidden_width(hidden):
+    compare(*both((1, 2, 37, 16), hidden=hidden))
+
+
+def test_detached_keys_get_no_gradient():
+    compare(*both((1, 2, 37, 16), detach=True))
+
+
+def test_half_precision_keys():
+    # dk is rounded to the keys' own type: half a unit in the last of eleven bits
+    compare(*both((2, 2, 45, 16), dtype=torch.float16), tolerance=2**-11)
+
+
+def test_deterministic_mode_takes_the_plain_network():
+    prior = ContextualPrior(16, 2, ba.AttentionConfig("BAM-WC")).to(DEVICE)
+    before = LAUNCHES["prior_logits"]
+    torch.use_deterministic_algorithms(True)
+    prior(torch.randn(1, 2, 5, 16, device=DEVICE))
+    assert LAUNCHES["prior_logits"] == before
