@@ -3,7 +3,9 @@
     RUN/
       run.json                  recipe, variant, resolved config, command, seed, versions, times
       checkpoint.safetensors    the model's parameters
-      log.jsonl                 one JSON object per epoch
+      log.jsonl, log.csv        one JSON object, or line, per epoch
+      checkpoints/              where an unfinished run stands, for `--resume`; gone when it is complete
+      tensorboard/              the log as TensorBoard events, where asked for
       predictions.safetensors   per split: sampled probabilities, labels, optional inputs and attention
       metrics.json              what `bayesattn evaluate` measured
       report.html               what `bayesattn report` wrote
@@ -12,13 +14,18 @@ Every file is written beside its place and renamed, so a reader finds the old fi
 docs/runs.md describes the fields.
 """
 
+import csv
 import datetime
+import io
 import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +43,9 @@ METRICS_SCHEMA = "bayesattn.metrics/1"
 RUN_FILE = "run.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
 LOG_FILE = "log.jsonl"
+LOG_TABLE_FILE = "log.csv"
+CHECKPOINTS_FOLDER = "checkpoints"
+TENSORBOARD_FOLDER = "tensorboard"
 PREDICTIONS_FILE = "predictions.safetensors"
 METRICS_FILE = "metrics.json"
 REPORT_FILE = "report.html"
@@ -105,10 +115,16 @@ def environment() -> dict[str, Any]:
     }
 
 
-def command_line() -> str:
-    """Return the command that started this process, with the program's name in place of its path."""
+def command_line(*, add: Sequence[str] = (), drop: Sequence[str] = ()) -> str:
+    """Return the command that started this process, with the program's name in place of its path.
+
+    Args:
+        add: Words to put at its end.
+        drop: Words to leave out.
+    """
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    return shlex.join([program, *sys.argv[1:]])
+    words = ["python", "-m", "bayesattn"] if program == "__main__.py" else [program]
+    return shlex.join([*words, *(word for word in sys.argv[1:] if word not in drop), *add])
 
 
 def now() -> str:
@@ -116,23 +132,59 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing: into a temporary file of the same folder, which then takes the name."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a whole file or nothing: into a temporary file of the same folder, which then takes the name.
+
+    The content is on the disk before the file gets its name, and the name before this returns: after a power cut, too,
+    there is the old file or the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".part")
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         # mkstemp makes files only their owner can read; give the rights an ordinary file would have
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
+        _to_disk(temporary)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+    if os.name == "posix":
+        _to_disk(path.parent)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed."""
+    for path in folder.glob(".*.part"):
+        path.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write dictionaries as a CSV file; a column for every key, empty where a row lacks it."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_bytes(path, text.getvalue().encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -156,6 +208,12 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
     if found != schema:
         raise RunError(f"{path} has schema {found!r}; allowed: {schema!r}")
     return value
+
+
+def write_log(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows of a training log as JSON lines and as CSV."""
+    write_bytes(folder / LOG_FILE, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    write_csv(folder / LOG_TABLE_FILE, rows)
 
 
 def write_run(folder: Path, *, recipe: str, variant: str, config: dict[str, Any], seed: int, **facts: Any) -> None:
@@ -187,23 +245,41 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
-def make_run_folder(folder: Path, *, overwrite: bool = False) -> None:
-    """Make an empty run folder; a finished run in it is an error, or with `overwrite` its files are removed."""
+def check_run_folder(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise unless a new run may be written into `folder`: nothing is there, or it may be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; allowed: a new or empty folder")
-    if (folder / RUN_FILE).exists() and not overwrite:
+    if overwrite:
+        return
+    if (folder / RUN_FILE).exists():
         raise RunError(f"{folder} already holds a run; allowed: a new folder, or overwriting asked for")
+    if any(folder.glob(f"{CHECKPOINTS_FOLDER}/*.safetensors")):
+        raise RunError(f"{folder} holds an unfinished run; allowed: a new folder, --resume, or overwriting asked for")
+
+
+def make_run_folder(folder: Path, *, overwrite: bool = False) -> None:
+    """Make an empty run folder; a run in it is an error, or with `overwrite` its files are removed."""
+    check_run_folder(folder, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     # run.json first: without it the rest no longer counts as a run
-    for name in (RUN_FILE, CHECKPOINT_FILE, LOG_FILE, PREDICTIONS_FILE, METRICS_FILE, REPORT_FILE):
+    names = (RUN_FILE, CHECKPOINT_FILE, LOG_FILE, LOG_TABLE_FILE, PREDICTIONS_FILE, METRICS_FILE, REPORT_FILE)
+    for name in names:
         (folder / name).unlink(missing_ok=True)
+    for name in (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+    remove_leftovers(folder)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, str] | None = None) -> None:
     """Write named tensors as one safetensors file."""
     # safetensors refuses tensors that share memory, as the labels of several splits do
     own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    write_bytes(path, safetensors.torch.save(own, meta))
+    with replacing(path) as temporary:
+        try:
+            safetensors.torch.save_file(own, temporary, meta)
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

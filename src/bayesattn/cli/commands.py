@@ -63,21 +63,18 @@ def train(
     ] = None,
     data: DataOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the folder.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write the log for TensorBoard.")] = False,
 ) -> None:
-    """Train one model and write its run folder."""
+    """Train one model and write its run folder; Ctrl-C saves, --resume goes on."""
     from bayesattn import recipes
-    from bayesattn.recipes._train import progress
+    from bayesattn.recipes._train import show_steps
 
     module = recipes.load(recipe, "train")
     chosen = module.load_config(config, settings or [])
-    with progress(console) as display:
-        task = display.add_task("training", total=None)
+    with show_steps("training", console) as on_progress:
         log = module.train_run(
-            chosen,
-            out,
-            lambda done, total: display.update(task, completed=done, total=total),
-            data=data,
-            overwrite=overwrite,
+            chosen, out, on_progress, data=data, overwrite=overwrite, resume=resume, tensorboard=tensorboard
         )
     console.print(_print.last_row(log.rows[-1]))
     console.print(f"run: {out}", soft_wrap=True)

@@ -10,18 +10,25 @@ accumulation, nor the number of processes changes the weight of the KL.
 """
 
 import math
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bayesattn.objective import KLSchedule, elbo
-from bayesattn.recipes._train import MetricLog
+from bayesattn.recipes._checkpoints import Checkpoints
+from bayesattn.recipes._interrupts import Interrupted, watch_signals
+from bayesattn.recipes._state import flatten, like, load_model, load_optimizer, random_state, set_random_state
+from bayesattn.recipes._train import MetricLog, seed_everything
 from bayesattn.recording import record_kl
 
 
@@ -39,6 +46,8 @@ class TrainingConfig:
         keep: `last`, or the metric of `Experiment.validate` whose best epoch gives the run its parameters.
         keep_mode: Whether the best value of `keep` is the smallest or the largest.
         patience: Epochs without a better value of `keep` after which training stops; None never stops early.
+        checkpoint_steps: Optimiser steps between two checkpoints; None does not count steps.
+        checkpoint_seconds: Seconds between two checkpoints; None does not look at the time.
     """
 
     epochs: int = 10
@@ -50,13 +59,19 @@ class TrainingConfig:
     keep: str = "last"
     keep_mode: Literal["min", "max"] = "min"
     patience: int | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation_steps"):
-            if getattr(self, name) < 1:
+        for name in ("epochs", "batch_size", "accumulation_steps", "checkpoint_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
         if self.clip_norm is not None and not (0.0 < self.clip_norm < math.inf):
             raise ValueError(f"clip_norm is {self.clip_norm!r}; allowed: a finite number above 0, or null")
+        if self.checkpoint_seconds is not None and not (0.0 <= self.checkpoint_seconds < math.inf):
+            raise ValueError(
+                f"checkpoint_seconds is {self.checkpoint_seconds!r}; allowed: a finite number of at least 0, or null"
+            )
         if self.patience is not None and (self.patience < 1 or self.keep == "last"):
             raise ValueError(f"patience is {self.patience!r}; allowed: at least 1, with `keep` naming a metric, or null")
 
@@ -77,7 +92,10 @@ class Experiment:
     num_examples: int
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
-        """Return the indices of each optimiser step of one epoch; shuffled, unless a recipe has a reason."""
+        """Return the indices of each optimiser step of one epoch; shuffled, unless a recipe has a reason.
+
+        Random choices come from `generator` alone: a resumed run asks again for the epoch it was in.
+        """
         return torch.randperm(self.num_examples, generator=generator).split(config.batch_size)
 
     def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Any]:
@@ -111,6 +129,13 @@ class Experiment:
         last_best = max(index for index, row in enumerate(rows) if row["is_best"])
         return len(rows) - 1 - last_best >= config.patience
 
+    def extra_state(self) -> dict[str, Any]:
+        """Return what of the experiment itself changes while training, for checkpoints; plain values and tensors."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take back what `extra_state` returned."""
+
 
 def num_steps(experiment: Experiment, config: TrainingConfig) -> int:
     """Return the optimiser steps of the whole run, for learning-rate schedules and progress bars."""
@@ -123,6 +148,8 @@ def train(
     *,
     seed: int,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    on_row: Callable[[dict[str, Any]], Any] = lambda row: None,
+    checkpoints: Checkpoints | None = None,
 ) -> MetricLog:
     """Train `experiment.model` in place and return the log, one row an epoch.
 
@@ -131,90 +158,245 @@ def train(
         config: How.
         seed: Of the batch order; model, dropout and noise are seeded by the caller (`seed_everything`).
         on_progress: Called after every optimiser step with the steps done and the steps of the whole run.
+        on_row: Called with every new row of the log.
+        checkpoints: Where to keep the state. If it holds one, training goes on from there, and the rest is what it would
+            have been without the interruption: on a CPU bit for bit. Ctrl-C and SIGTERM save before they end the run.
     """
-    accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no")
-    model, optimizer = accelerator.prepare(experiment.model, experiment.optimizer)
-    log, step, best_row, best = MetricLog(), 0, None, None
-    total = num_steps(experiment, config)
-    for epoch in range(config.epochs):
-        model.train()
-        sums = {"nll": 0.0, "kl": 0.0, "labels": 0, "examples": 0}
-        # a generator an epoch: the order of epoch 7 does not depend on how the first six went
-        order = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        for indices in experiment.batches(config, order):
-            _step(accelerator, experiment, model, optimizer, indices, config, step, sums)
-            step += 1
-            on_progress(step, total)
-        model.eval()
-        with torch.no_grad(), accelerator.autocast():
-            measured = experiment.validate(model)
+    return _Loop(experiment, config, seed, on_progress, on_row, checkpoints).run()
+
+
+@dataclass
+class Standing:
+    """Where a run stands between two optimiser steps.
+
+    Attributes:
+        step: Optimiser steps done.
+        epoch: Epochs done.
+        batch: Optimiser steps done in the epoch that has begun.
+        sums: Of this epoch: NLL and KL of this process' examples; labels and examples of all.
+        rows: The log.
+        best: Parameters to keep, if they are not the last.
+        seconds: Spent so far.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    sums: dict[str, Any] = field(default_factory=lambda: {"nll": 0.0, "kl": 0.0, "labels": 0, "examples": 0})
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Tensor] | None = None
+    seconds: float = 0.0
+
+
+class _Loop:
+    """What `train` is made of."""
+
+    def __init__(self, experiment, config, seed, on_progress, on_row, checkpoints) -> None:
+        self.experiment: Experiment = experiment
+        self.config: TrainingConfig = config
+        self.seed: int = seed
+        self.on_progress, self.on_row = on_progress, on_row
+        self.checkpoints: Checkpoints | None = checkpoints
+        # precision is the config's business, not the launcher's: autocast below
+        self.accelerator = Accelerator(mixed_precision="no")
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = self.accelerator.device
+        self.model, self.optimizer = self.accelerator.prepare(experiment.model, experiment.optimizer)
+        self.total = num_steps(experiment, config)
+        self.at = Standing()
+        if self.rank > 0:
+            # the same model everywhere, but dropout and noise of its own in every process
+            seed_everything(_process_seed(seed, self.rank))
+
+    def run(self) -> MetricLog:
+        started = time.monotonic()
+        generators = self._load()
+        seconds_before, saved = self.at.seconds, time.monotonic()
+        with watch_signals() if self.checkpoints is not None else nullcontext([]) as signals:
+            while not self._is_done():
+                self.model.train()
+                # a generator an epoch: the order of epoch 7 does not depend on how the first six went
+                order = torch.Generator().manual_seed(self.seed * 1_000_003 + self.at.epoch)
+                batches = self.experiment.batches(self.config, order)
+                if generators is not None:
+                    set_random_state(generators)
+                    generators = None
+                for indices in batches[self.at.batch :]:
+                    wants_end, is_due = self._agree(bool(signals), self._is_due(saved))
+                    self.at.seconds = seconds_before + time.monotonic() - started
+                    if is_due or wants_end:
+                        self._save()
+                        saved = time.monotonic()
+                    if wants_end:
+                        raise Interrupted(self.at.step, self.total, signals[0] if signals else None)
+                    self._step(indices)
+                    self.at.step += 1
+                    self.at.batch += 1
+                    self.on_progress(self.at.step, self.total)
+                self._end_epoch()
+        if self.at.best is not None:
+            self.experiment.model.load_state_dict(self.at.best)
+        self.experiment.model.eval()
+        log = MetricLog()
+        log.rows, log.seconds = self.at.rows, seconds_before + time.monotonic() - started
+        return log
+
+    def _is_done(self) -> bool:
+        at_end = self.at.epoch >= self.config.epochs
+        return at_end or (bool(self.at.rows) and self.experiment.is_done(self.at.rows, self.config))
+
+    def _is_due(self, saved: float) -> bool:
+        """Whether it is time for a checkpoint; there is nothing to keep before the first step."""
+        if self.checkpoints is None or self.at.step == 0:
+            return False
+        steps, seconds = self.config.checkpoint_steps, self.config.checkpoint_seconds
+        by_steps = steps is not None and self.at.step % steps == 0
+        return by_steps or (seconds is not None and time.monotonic() - saved >= seconds)
+
+    def _agree(self, *wishes: bool) -> list[bool]:
+        """Return for each wish whether any process has it."""
+        if self.world == 1:
+            return list(wishes)
+        return [bool(count) for count in self._sum_over_processes(torch.tensor(wishes, dtype=torch.int64)).tolist()]
+
+    def _sum_over_processes(self, value: Tensor) -> Tensor:
+        if self.world == 1:
+            return value
+        total = self.accelerator.reduce(value.to(self.device), reduction="sum")
+        assert isinstance(total, Tensor)
+        return total
+
+    def _step(self, indices: Int[Tensor, " b"]) -> None:
+        """Make one optimiser step on the examples `indices`, of which this process takes its share."""
+        parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
+        batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
+        counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
+        labels = int(self._sum_over_processes(torch.tensor(sum(counts))))
+        for index, (part, batch) in enumerate(zip(parts, batches)):
+            batch = {name: _move(value, self.device) for name, value in batch.items()}
+            with self._autocast(), record_kl() as scope:
+                nll = self.experiment.nll(self.model, batch)
+            kl = scope.total() if len(scope) else nll.new_zeros(())
+            if not len(part):
+                # a process without an example takes part in every exchange, and adds nothing
+                nll, kl = nll * 0.0, kl * 0.0
+            # DDP averages over processes: times their number, the average is the sum
+            loss = elbo(
+                nll * (self.world / labels),
+                kl * (len(part) * self.world / len(indices)),
+                kl_weight=self.config.kl_schedule(self.at.step),
+                labels_per_example=labels / len(indices),
+            ).loss
+            is_last = index == len(parts) - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                self.accelerator.backward(loss)
+            self.at.sums["nll"] = self.at.sums["nll"] + nll.detach()
+            self.at.sums["kl"] = self.at.sums["kl"] + kl.detach() * len(part)
+        self.at.sums["labels"] += labels
+        self.at.sums["examples"] += len(indices)
+        if self.config.clip_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.experiment.scheduler is not None:
+            self.experiment.scheduler.step()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    def _end_epoch(self) -> None:
+        """Validate and add a row to the log."""
+        self.model.eval()
+        with torch.no_grad(), self._autocast():
+            measured = self.experiment.validate(self.model)
+        sums = self.at.sums
         row: dict[str, Any] = {
-            "epoch": epoch,
-            "step": step,
-            "kl_weight": config.kl_schedule(step - 1),
-            "train_nll": float(sums["nll"]) / sums["labels"],
-            "train_kl": float(sums["kl"]) / sums["examples"],
+            "epoch": self.at.epoch,
+            "step": self.at.step,
+            "kl_weight": self.config.kl_schedule(self.at.step - 1),
+            "train_nll": float(self._sum_over_processes(sums["nll"])) / sums["labels"],
+            "train_kl": float(self._sum_over_processes(sums["kl"])) / sums["examples"],
             **measured,
         }
-        row["is_best"] = experiment.is_better(row, best_row, config)
-        log.add(**row)
-        if row["is_best"]:
-            best_row = row
-            if config.keep != "last":
-                best = {name: value.detach().clone() for name, value in experiment.model.state_dict().items()}
-        if experiment.is_done(log.rows, config):
-            break
-    if best is not None:
-        experiment.model.load_state_dict(best)
-    experiment.model.eval()
-    return log
+        best_row = next((row for row in reversed(self.at.rows) if row["is_best"]), None)
+        row["is_best"] = self.experiment.is_better(row, best_row, self.config)
+        if row["is_best"] and self.config.keep != "last":
+            state = self.experiment.model.state_dict()
+            self.at.best = {name: value.detach().clone() for name, value in state.items()}
+        self.at.rows.append(row)
+        self.at.epoch += 1
+        self.at.batch, self.at.sums = 0, Standing().sums
+        self.on_row(row)
 
-
-def _step(
-    accelerator: Accelerator,
-    experiment: Experiment,
-    model: nn.Module,
-    optimizer: Any,
-    indices: Int[Tensor, " b"],
-    config: TrainingConfig,
-    step: int,
-    sums: dict[str, Any],
-) -> None:
-    """Make one optimiser step on the examples `indices`, of which this process takes its share."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    parts = [part for part in indices[rank::world].chunk(config.accumulation_steps) if len(part)]
-    batches = [experiment.collate(part) for part in parts]
-    labels = sum(experiment.num_labels(batch) for batch in batches)
-    if world > 1:
-        shared = accelerator.reduce(torch.tensor(labels, device=accelerator.device), reduction="sum")
-        assert isinstance(shared, Tensor)
-        labels = int(shared)
-    for index, (part, batch) in enumerate(zip(parts, batches)):
-        is_last = index == len(parts) - 1
-        batch = {name: _move(value, accelerator.device) for name, value in batch.items()}
-        with accelerator.autocast(), record_kl() as scope:
-            nll = experiment.nll(model, batch)
-        kl = scope.total() if len(scope) else nll.new_zeros(())
-        # DDP averages over processes: times their number, the average is the sum
-        parts_of_loss = elbo(
-            nll * (world / labels),
-            kl * (len(part) * world / len(indices)),
-            kl_weight=config.kl_schedule(step),
-            labels_per_example=labels / len(indices),
+    def _save(self) -> None:
+        """Write a checkpoint; every process takes part, the first one writes."""
+        assert self.checkpoints is not None
+        scheduler = self.experiment.scheduler
+        own = {"random": random_state(), "sums": {name: _to_cpu(value) for name, value in self.at.sums.items()}}
+        flat = flatten(
+            {
+                "identity": self.checkpoints.identity,
+                "state": {
+                    **{field.name: getattr(self.at, field.name) for field in fields(Standing) if field.name != "sums"},
+                    "processes": gather_object([own]) if self.world > 1 else [own],
+                    "model": self.experiment.model.state_dict(),
+                    "optimizer": self.experiment.optimizer.state_dict(),
+                    "scheduler": None if scheduler is None else scheduler.state_dict(),
+                    "experiment": self.experiment.extra_state(),
+                },
+            }
         )
-        with accelerator.no_sync(model) if not is_last else nullcontext():
-            accelerator.backward(parts_of_loss.loss)
-        sums["nll"] = sums["nll"] + nll.detach()
-        sums["kl"] = sums["kl"] + kl.detach() * len(part)
-    sums["labels"] += labels
-    sums["examples"] += len(indices)
-    if config.clip_norm is not None:
-        accelerator.clip_grad_norm_(experiment.model.parameters(), config.clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    if experiment.scheduler is not None:
-        experiment.scheduler.step()
+        if self.rank == 0:
+            self.checkpoints.save(self.at.step, flat, self.at.rows)
+
+    def _load(self) -> dict[str, Any] | None:
+        """Go to where the newest checkpoint stands; returns the states of this process' random generators."""
+        state = None if self.checkpoints is None else self.checkpoints.load()
+        if state is None:
+            return None
+        processes = state.pop("processes")
+        parts = {name: state.pop(name) for name in ("model", "optimizer", "scheduler", "experiment")}
+        self.at = Standing(**state)
+        load_model(self.experiment.model, parts["model"])
+        load_optimizer(self.experiment.optimizer, parts["optimizer"])
+        if self.experiment.scheduler is not None:
+            self.experiment.scheduler.load_state_dict(parts["scheduler"])
+        self.experiment.load_extra_state(parts["experiment"])
+        if self.at.best is not None:
+            targets = self.experiment.model.state_dict()
+            self.at.best = {name: like(value, targets[name]).to(self.device) for name, value in self.at.best.items()}
+        if len(processes) == self.world:
+            own = processes[self.rank]
+            self.at.sums = {name: _move(value, self.device) for name, value in own["sums"].items()}
+            return own["random"]
+        warnings.warn(
+            f"the run was begun with {len(processes)} processes and goes on with {self.world}: examples, attention noise "
+            "keyed by example and the objective stay the same, dropout masks do not",
+            UserWarning,
+            stacklevel=3,
+        )
+        self.at.sums = {**processes[0]["sums"]}
+        for name in ("nll", "kl"):
+            total = sum(process["sums"][name] for process in processes)
+            self.at.sums[name] = _move(total if self.rank == 0 else total * 0.0, self.device)
+        seed_everything(_process_seed(self.seed, self.rank, self.at.step))
+        return None
+
+
+def share(indices: Int[Tensor, " b"], rank: int, world: int, accumulation_steps: int) -> Sequence[Int[Tensor, " part"]]:
+    """Return the micro-batches of one process: as many for every process, some of them empty where examples are few."""
+    largest = -(-len(indices) // world)
+    return indices[rank::world].tensor_split(min(accumulation_steps, largest))
+
+
+def _process_seed(seed: int, rank: int, step: int = 0) -> int:
+    """Return a seed for the generators of one process that no other process, run or step has, below 2^32 for numpy."""
+    return int(np.random.SeedSequence((seed % 2**63, rank, step)).generate_state(1)[0])
 
 
 def _move(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

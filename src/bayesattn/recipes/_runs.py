@@ -1,23 +1,30 @@
 """From a config to a run folder and back, the same for every recipe."""
 
 import dataclasses
-import time
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from accelerate import PartialState
 from torch import nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.recipes._loop import Experiment, TrainingConfig, train
+from bayesattn.recipes._checkpoints import Checkpoints, check_identity
+from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn.recipes._state import whole
+from bayesattn.recipes._tensorboard import TensorBoardLog
 from bayesattn.recipes._train import MetricLog, build_config, seed_everything
 from bayesattn.runs import (
     CHECKPOINT_FILE,
     LOG_FILE,
+    RUN_FILE,
     RunError,
+    check_run_folder,
     make_run_folder,
     read_run,
     read_tensors,
+    write_log,
     write_run,
     write_tensors,
 )
@@ -54,6 +61,8 @@ def train_run(
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
     *,
     overwrite: bool = False,
+    resume: bool = False,
+    tensorboard: bool = False,
 ) -> MetricLog:
     """Train and write a run folder: parameters, log, and last of all `run.json`, whose presence means "complete".
 
@@ -64,24 +73,94 @@ def train_run(
         out: The folder.
         on_progress: Called with the optimiser steps done and to do.
         overwrite: Replace a run that is in the folder.
+        resume: Go on with the unfinished run in the folder: the result is what it would have been without interruption.
+            Without a checkpoint in the folder the run begins; a complete one is left as it is.
+        tensorboard: Also write the log as TensorBoard events.
     """
+    if resume and overwrite:
+        raise ValueError("resume and overwrite are both True; allowed: one of them")
+    plain = dataclasses.asdict(config)  # type: ignore[call-overload]
+    identity: dict[str, Any] = {"recipe": recipe, "config": plain}
+    if resume and (out / RUN_FILE).exists():
+        found = read_run(out)
+        check_identity(out, {name: found[name] for name in identity}, identity)
+        return read_log(out)
+    if not resume:
+        check_run_folder(out, overwrite=overwrite)
+    events = TensorBoardLog(out) if tensorboard else None
     seed_everything(config.seed)
     experiment = build()
-    make_run_folder(out, overwrite=overwrite)
-    start = time.perf_counter()
-    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
-    write_tensors(out / CHECKPOINT_FILE, experiment.model.state_dict())
-    log.write(out / LOG_FILE)
-    write_run(
-        out,
-        recipe=recipe,
-        variant=config.attention.variant,
-        config=dataclasses.asdict(config),  # type: ignore[call-overload]
-        seed=config.seed,
-        num_parameters=sum(parameter.numel() for parameter in experiment.model.parameters()),
-        train_seconds=round(time.perf_counter() - start, 3),
+    identity |= {"num_examples": experiment.num_examples, "num_steps": num_steps(experiment, config.training)}
+    processes = PartialState()
+    if processes.is_main_process and not resume:
+        make_run_folder(out, overwrite=overwrite)
+    processes.wait_for_everyone()
+    checkpoints = Checkpoints(out, identity)
+    on_row = events.add if events is not None and processes.is_main_process else lambda row: None
+    log = train(
+        experiment, config.training, seed=config.seed, on_progress=on_progress, on_row=on_row, checkpoints=checkpoints
     )
+    parameters = whole(experiment.model.state_dict())
+    if processes.is_main_process:
+        write_tensors(out / CHECKPOINT_FILE, parameters)
+        write_log(out, log.rows)
+        write_run(
+            out,
+            recipe=recipe,
+            variant=config.attention.variant,
+            config=plain,
+            seed=config.seed,
+            num_parameters=sum(parameter.numel() for parameter in experiment.model.parameters()),
+            train_seconds=round(log.seconds, 3),
+        )
+        checkpoints.clear()
+    if events is not None:
+        events.close()
+    processes.wait_for_everyone()
     return log
+
+
+@runtime_checkable
+class TrainRun(Protocol):
+    """How the command line and tables over seeds start a run of any recipe."""
+
+    def __call__(
+        self,
+        config: Any,
+        out: Path,
+        on_progress: Callable[[int, int], Any] = lambda done, total: None,
+        *,
+        data: Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        tensorboard: bool = False,
+    ) -> MetricLog:
+        """Train and write a run folder; `data` is the folder of the data sets, the rest as in `train_run`."""
+        ...
+
+
+def make_train_run(recipe: str, build: Callable[[Any, Path | None], Experiment]) -> TrainRun:
+    """Return the `train_run` of a recipe, with every option that a run has.
+
+    Args:
+        recipe: Its name.
+        build: Makes the experiment from a config and the folder of the data sets.
+    """
+
+    def run(
+        config: RunConfig,
+        out: Path,
+        on_progress: Callable[[int, int], Any] = lambda done, total: None,
+        *,
+        data: Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        tensorboard: bool = False,
+    ) -> MetricLog:
+        flags = {"overwrite": overwrite, "resume": resume, "tensorboard": tensorboard}
+        return train_run(recipe, config, lambda: build(config, data), out, on_progress, **flags)
+
+    return run
 
 
 def load_run_config(folder: Path, cls: type[Config], recipe: str) -> Config:
@@ -101,3 +180,14 @@ def load_parameters(folder: Path, model: nn.Module) -> None:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / CHECKPOINT_FILE} does not fit the config of its run: {reason}") from None
     model.eval()
+
+
+def read_log(folder: Path) -> MetricLog:
+    """Read the log of a run."""
+    log = MetricLog()
+    try:
+        lines = (folder / LOG_FILE).read_text(encoding="utf-8").splitlines()
+        log.rows = [json.loads(line) for line in lines]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RunError(f"{folder / LOG_FILE} cannot be read as JSON lines: {error}") from None
+    return log

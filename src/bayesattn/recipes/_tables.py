@@ -4,8 +4,6 @@ A cell of an experiment is one finished run: what identifies it (data set, varia
 one JSON file each, so an interrupted experiment goes on where it stopped.
 """
 
-import csv
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ from typing import Any
 from scipy import stats
 
 from bayesattn.report.aggregate import Summary, over_runs
-from bayesattn.runs import RunError, write_bytes, write_json
+from bayesattn.runs import RunError, write_json
+from bayesattn.runs import write_csv as write_csv
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; the first column is left-aligned, the others right."""
     lines = [list(header), ["---", *["--:"] * (len(header) - 1)], *map(list, rows)]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write dictionaries with the same keys as a CSV file."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_bytes(path, text.getvalue().encode())
 
 
 def write_cell(path: Path, identity: dict[str, Any], measures: dict[str, Any]) -> None:

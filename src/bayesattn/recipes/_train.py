@@ -1,11 +1,14 @@
 """The boring parts every recipe shares: strict configs, seeds, a metric log and a progress bar. Functions, no Trainer."""
 
 import dataclasses
+import datetime
 import json
+import os
 import random
+import time
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -131,10 +134,11 @@ def one_thread() -> Iterator[None]:
 
 
 class MetricLog:
-    """Rows of named numbers, kept in memory and written as JSON lines at the end of a run."""
+    """Rows of named numbers, kept in memory, and the seconds they took; written as JSON lines."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.seconds = 0.0
 
     def add(self, **values: Any) -> None:
         """Append one row."""
@@ -158,3 +162,53 @@ def progress(console: Console | None = None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as display:
         yield display
+
+
+@contextmanager
+def show_steps(description: str, console: Console, every: float = 30.0) -> Iterator[Callable[[int, int], None]]:
+    """Open a display for one count of steps, and yield the function to call with steps done and to do.
+
+    In a terminal a bar; into a file, where a bar would be noise, a line with the rate and the time left now and then. Of
+    several processes the first one shows.
+
+    Args:
+        description: What is counted.
+        console: Where to.
+        every: Seconds between two lines.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda done, total: None
+        return
+    if not console.is_terminal:
+        yield _StepLines(description, console, every)
+        return
+    with progress(console) as display:
+        task = display.add_task(description, total=None)
+
+        def update(done: int, total: int) -> None:
+            if display.tasks[task].total is None:
+                # a resumed run does not begin at 0, and what is done already says nothing about the rate
+                display.reset(task, total=total, completed=done - 1)
+            display.update(task, completed=done)
+
+        yield update
+
+
+class _StepLines:
+    """Prints steps done, rate and time left, at most every so many seconds."""
+
+    def __init__(self, description: str, console: Console, every: float) -> None:
+        self.description, self.console, self.every = description, console, every
+        self.first: tuple[float, int] | None = None
+        self.last = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now, done
+        elif now - self.last >= self.every and now > self.first[0]:
+            self.last = now
+            rate = (done - self.first[1]) / (now - self.first[0])
+            left = datetime.timedelta(seconds=round((total - done) / rate)) if rate else "unknown time"
+            line = f"{self.description}: step {done} of {total}, {rate:.3g}/s, {left} left"
+            self.console.print(line, soft_wrap=True, highlight=False)

@@ -119,19 +119,14 @@ def fit(
     return experiment.model, log
 
 
-@one_thread()
-def train_run(
-    config: DigitsConfig,
-    out: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    *,
-    data: Path | None = None,
-    overwrite: bool = False,
-) -> MetricLog:
-    """Train and write a run folder; the images come with scikit-learn, so `data` has to be None."""
+def build_experiment(config: DigitsConfig, data: Path | None = None) -> DigitsExperiment:
+    """Return the experiment of a config; the images come with scikit-learn, so `data` has to be None."""
     if data is not None:
         raise ValueError(f"data is {str(data)!r}; allowed for digits: none, its images come with scikit-learn")
-    return _runs.train_run(RECIPE, config, lambda: DigitsExperiment(config), out, on_progress, overwrite=overwrite)
+    return DigitsExperiment(config)
+
+
+train_run = one_thread()(_runs.make_train_run(RECIPE, build_experiment))
 
 
 def load_run(folder: Path) -> tuple[DigitsConfig, DigitClassifier]:
