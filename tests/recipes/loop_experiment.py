@@ -18,7 +18,7 @@ EXAMPLES, TOKENS, WIDTH, CLASSES = 23, 5, 6, 3
 @dataclass(frozen=True)
 class TinyConfig:
     training: TrainingConfig
-    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("BAM-WC", weibull_k=2))
+    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("BAM-WC", weibull_k=2.0))
     seed: int = 5
     dropout: float = 0.2
 

@@ -7,6 +7,7 @@ import signal
 import threading
 
 import pytest
+import safetensors.torch
 import torch
 from loop_experiment import EXAMPLES, TinyConfig, TinyExperiment, training
 
@@ -58,7 +59,8 @@ def uninterrupted(tmp_path_factory):
     return results(folder)
 
 
-@pytest.mark.parametrize("kill_at", range(1, STEPS + 1))
+# in the first epoch, at its end and after it, in the last epoch, at the very end
+@pytest.mark.parametrize("kill_at", [2, 4, 5, 10, STEPS])
 def test_a_run_ended_after_any_step_goes_on_exactly(tmp_path, uninterrupted, kill_at):
     with pytest.raises(Killed):
         run(tmp_path, kill_at=kill_at)
@@ -68,7 +70,7 @@ def test_a_run_ended_after_any_step_goes_on_exactly(tmp_path, uninterrupted, kil
 
 
 def test_a_run_ended_many_times_goes_on_exactly(tmp_path, uninterrupted):
-    for kill_at in (2, 3, 5, 8, 11):
+    for kill_at in (3, 8, 11):
         with pytest.raises(Killed):
             run(tmp_path, kill_at=kill_at, resume=True)
     run(tmp_path, resume=True)
@@ -103,11 +105,11 @@ def test_a_finished_run_leaves_no_checkpoints_and_is_left_alone(tmp_path, uninte
     assert "".join(json.dumps(row) + "\n" for row in log.rows) == uninterrupted[2]
 
 
-@pytest.mark.parametrize("write_number", [1, 3, 7])
+@pytest.mark.parametrize("write_number", [1, 6])
 @pytest.mark.parametrize("moment", ["begun", "half", "named"])
 def test_death_during_a_checkpoint_write_loses_nothing(tmp_path, uninterrupted, monkeypatch, write_number, moment):
     """The process dies with the temporary file empty, half full, or complete but not renamed."""
-    save_file, count = _state.write_tensors.__globals__["safetensors"].torch.save_file, 0
+    save_file, count = safetensors.torch.save_file, 0
 
     def dying(tensors, path, meta):
         nonlocal count

@@ -211,7 +211,8 @@ class _Loop:
     def run(self) -> MetricLog:
         started = time.monotonic()
         generators = self._load()
-        seconds_before, saved = self.at.seconds, time.monotonic()
+        seconds_before = self.at.seconds
+        self.saved_at, self.saved_step = time.monotonic(), self.at.step
         with watch_signals() if self.checkpoints is not None else nullcontext([]) as signals:
             while not self._is_done():
                 self.model.train()
@@ -222,11 +223,10 @@ class _Loop:
                     set_random_state(generators)
                     generators = None
                 for indices in batches[self.at.batch :]:
-                    wants_end, is_due = self._agree(bool(signals), self._is_due(saved))
+                    wants_end, is_due = self._agree(bool(signals), self._is_due())
                     self.at.seconds = seconds_before + time.monotonic() - started
                     if is_due or wants_end:
                         self._save()
-                        saved = time.monotonic()
                     if wants_end:
                         raise Interrupted(self.at.step, self.total, signals[0] if signals else None)
                     self._step(indices)
@@ -245,19 +245,20 @@ class _Loop:
         at_end = self.at.epoch >= self.config.epochs
         return at_end or (bool(self.at.rows) and self.experiment.is_done(self.at.rows, self.config))
 
-    def _is_due(self, saved: float) -> bool:
-        """Whether it is time for a checkpoint; there is nothing to keep before the first step."""
-        if self.checkpoints is None or self.at.step == 0:
+    def _is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        if self.checkpoints is None or self.at.step == self.saved_step:
             return False
         steps, seconds = self.config.checkpoint_steps, self.config.checkpoint_seconds
         by_steps = steps is not None and self.at.step % steps == 0
-        return by_steps or (seconds is not None and time.monotonic() - saved >= seconds)
+        return by_steps or (seconds is not None and time.monotonic() - self.saved_at >= seconds)
 
-    def _agree(self, *wishes: bool) -> list[bool]:
-        """Return for each wish whether any process has it."""
+    def _agree(self, first: bool, second: bool) -> tuple[bool, bool]:
+        """Return for each of two wishes whether any process has it."""
         if self.world == 1:
-            return list(wishes)
-        return [bool(count) for count in self._sum_over_processes(torch.tensor(wishes, dtype=torch.int64)).tolist()]
+            return first, second
+        firsts, seconds = self._sum_over_processes(torch.tensor([first, second], dtype=torch.int64)).tolist()
+        return firsts > 0, seconds > 0
 
     def _sum_over_processes(self, value: Tensor) -> Tensor:
         if self.world == 1:
@@ -329,7 +330,7 @@ class _Loop:
         self.on_row(row)
 
     def _save(self) -> None:
-        """Write a checkpoint; every process takes part, the first one writes."""
+        """Write a checkpoint; every process takes part, the first one writes. The random generators stay where they are."""
         assert self.checkpoints is not None
         scheduler = self.experiment.scheduler
         own = {"random": random_state(), "sums": {name: _to_cpu(value) for name, value in self.at.sums.items()}}
@@ -348,6 +349,8 @@ class _Loop:
         )
         if self.rank == 0:
             self.checkpoints.save(self.at.step, flat, self.at.rows)
+        set_random_state(own["random"])
+        self.saved_at, self.saved_step = time.monotonic(), self.at.step
 
     def _load(self) -> dict[str, Any] | None:
         """Go to where the newest checkpoint stands; returns the states of this process' random generators."""
