@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bayesattn import _checks
+from bayesattn import _checks, keyed
 from bayesattn.config import AttentionConfig
 from bayesattn.noise import Seed
 from bayesattn.ops.attention import blocked, reference
@@ -43,7 +43,7 @@ def attention_weights(
         config: Which posterior, prior and conventions.
         prior: ln Ψ from a contextual prior, one value per key; needed for BAM-LC and BAM-WC when `need_kl`.
         mask: Boolean, True where a query may attend, broadcastable to `scores`.
-        seed: Repeats a draw exactly; None draws from torch's generator.
+        seed: Repeats a draw exactly; None draws from torch's generator, or as `keyed_noise` says.
         sample: False gives the posterior mean, softmax(Φ).
         need_kl: Whether to compute the KL.
         check_finite: Raise on NaN or infinity in the inputs (a debug switch: it waits for the device).
@@ -77,6 +77,7 @@ def attention_weights(
     with torch.autocast(scores.device.type, enabled=False):
         full = full.to(torch.promote_types(scores.dtype, torch.float32))
         if sample and config.is_stochastic:
+            seed = keyed.next_seeds(full.shape[0], full.device) if seed is None else seed
             weights = reference.sample_weights(full, mask, seed, config)
         else:
             weights = masked_softmax(full, mask)
@@ -118,7 +119,7 @@ def attention(
         is_causal: Query i attends to keys up to i.
         scale: Factor of the dot product; None is 1/√d.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
-        seed: Repeats a draw exactly, whatever the backend; None draws from torch's generator.
+        seed: Repeats a draw exactly, whatever the backend; None draws from torch's generator, or as `keyed_noise` says.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
         backend: `auto` picks the fastest that supports the call; a named one runs or refuses.
@@ -139,6 +140,7 @@ def attention(
     if check_finite:
         _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=allowed.mask)
     if sample and config.is_stochastic:
+        seed = keyed.next_seeds(query.shape[0], query.device) if seed is None else seed
         wants_kl = need_kl and config.has_kl
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         call = Call(query, key, value, config, bias, factor, seed, dropout_p, wants_kl)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from bayesattn import noise
+from bayesattn.keyed import derive_seeds
 
 if TYPE_CHECKING:
     from bayesattn.convert.hosted import HostedAttention
@@ -52,14 +52,6 @@ class NoiseStream:
         call = self._calls.get(id(layer), 0)
         self._calls[id(layer)] = call + 1
         depth = self._index[id(layer)] + call * len(self._index)
-        return mix(self.seeds.repeat_interleave(batch // self.seeds.shape[0]), depth, self.offset, num_queries)
-
-
-def mix(seeds: Int[Tensor, " b"], depth: int, offset: int, num_queries: int) -> Int[Tensor, " rows"]:
-    """Return a 63-bit seed for each (sequence, layer, position) by one call of the noise generator itself."""
-    position = torch.arange(offset, offset + num_queries, device=seeds.device)[None, :]
-    layer, seed = torch.full_like(position, depth), seeds[:, None]
-    low_32 = 0xFFFFFFFF
-    # counters of attention noise have a batch word below the batch size; all ones keeps these seeds apart from them
-    words = noise.philox((position, layer, layer * 0, layer * 0 + low_32), (seed & low_32, (seed >> 32) & low_32))
-    return ((words[0] << 31) ^ words[1]).flatten()
+        seeds = self.seeds.repeat_interleave(batch // self.seeds.shape[0])[:, None]
+        position = torch.arange(self.offset, self.offset + num_queries, device=seeds.device)[None, :]
+        return derive_seeds(seeds, torch.full_like(position, depth), position).flatten()

@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from bayesattn.keyed import example_seeds, keyed_noise
 from bayesattn.objective import KLSchedule, elbo
 from bayesattn.recipes._checkpoints import Checkpoints
 from bayesattn.recipes._interrupts import Interrupted, watch_signals
@@ -46,6 +47,8 @@ class TrainingConfig:
         keep: `last`, or the metric of `Experiment.validate` whose best epoch gives the run its parameters.
         keep_mode: Whether the best value of `keep` is the smallest or the largest.
         patience: Epochs without a better value of `keep` after which training stops; None never stops early.
+        noise: `generator` draws attention noise from torch's generator, for each process from its own. `keyed` makes it a
+            function of (seed, step, example, call): the same whatever the number of processes.
         checkpoint_steps: Optimiser steps between two checkpoints; None does not count steps.
         checkpoint_seconds: Seconds between two checkpoints; None does not look at the time.
     """
@@ -59,6 +62,7 @@ class TrainingConfig:
     keep: str = "last"
     keep_mode: Literal["min", "max"] = "min"
     patience: int | None = None
+    noise: Literal["generator", "keyed"] = "generator"
     checkpoint_steps: int | None = None
     checkpoint_seconds: float | None = 60.0
 
@@ -275,23 +279,23 @@ class _Loop:
         labels = int(self._sum_over_processes(torch.tensor(sum(counts))))
         for index, (part, batch) in enumerate(zip(parts, batches)):
             batch = {name: _move(value, self.device) for name, value in batch.items()}
-            with self._autocast(), record_kl() as scope:
-                nll = self.experiment.nll(self.model, batch)
-            kl = scope.total() if len(scope) else nll.new_zeros(())
-            if not len(part):
-                # a process without an example takes part in every exchange, and adds nothing
-                nll, kl = nll * 0.0, kl * 0.0
-            # DDP averages over processes: times their number, the average is the sum
-            loss = elbo(
-                nll * (self.world / labels),
-                kl * (len(part) * self.world / len(indices)),
-                kl_weight=self.config.kl_schedule(self.at.step),
-                labels_per_example=labels / len(indices),
-            ).loss
+            # DDP averages over processes: times their number, the average is the sum. A process without an example takes
+            # part in every exchange, and adds nothing
+            nll_factor, kl_factor = self.world / labels * bool(len(part)), self.world * len(part) / len(indices)
             is_last = index == len(parts) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+            sync = nullcontext() if is_last else self.accelerator.no_sync(self.model)
+            with self._noise(part if len(part) else indices[:1]), sync:
+                with self._autocast(), record_kl() as scope:
+                    nll = self.experiment.nll(self.model, batch)
+                kl = scope.total() if len(scope) else nll.new_zeros(())
+                loss = elbo(
+                    nll * nll_factor,
+                    kl * kl_factor,
+                    kl_weight=self.config.kl_schedule(self.at.step),
+                    labels_per_example=labels / len(indices),
+                ).loss
                 self.accelerator.backward(loss)
-            self.at.sums["nll"] = self.at.sums["nll"] + nll.detach()
+            self.at.sums["nll"] = self.at.sums["nll"] + nll.detach() * bool(len(part))
             self.at.sums["kl"] = self.at.sums["kl"] + kl.detach() * len(part)
         self.at.sums["labels"] += labels
         self.at.sums["examples"] += len(indices)
@@ -301,6 +305,11 @@ class _Loop:
         self.optimizer.zero_grad()
         if self.experiment.scheduler is not None:
             self.experiment.scheduler.step()
+
+    def _noise(self, examples: Int[Tensor, " b"]) -> AbstractContextManager[None]:
+        if self.config.noise == "generator":
+            return nullcontext()
+        return keyed_noise(example_seeds(self.seed, self.at.step, examples))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
