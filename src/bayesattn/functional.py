@@ -18,6 +18,7 @@ from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
+from bayesattn.ops.precision import shared, upcast
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)
@@ -75,7 +76,7 @@ def attention_weights(
     if check_finite:
         _checks.finite(scores=scores, prior=prior, mask=mask)
     with torch.autocast(scores.device.type, enabled=False):
-        full = full.to(torch.promote_types(scores.dtype, torch.float32))
+        full = upcast(full)
         if sample and config.is_stochastic:
             seed = keyed.next_seeds(full.shape[0], full.device) if seed is None else seed
             weights = reference.sample_weights(full, mask, seed, config)
@@ -159,6 +160,7 @@ def attention(
         return output, _zeros_like_kl(query) if need_kl and kl is None else kl
     kl = None
     if need_kl:
+        query, key = shared(query), shared(key)
         with torch.autocast(query.device.type, enabled=False):
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             scores = reference.dot_product_scores(query, key, scale=factor, bias=bias)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
+from bayesattn.ops.precision import upcast
 
 # the fused network holds a block of keys and the whole first matrix in registers
 LARGEST_KEY_DIM, LARGEST_HIDDEN_DIM = 256, 64
@@ -26,7 +27,7 @@ def contextual_log_prior(
 
     A key that is not valid gets −inf; where none is valid all entries are 0 (and count nowhere).
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = upcast(logits)
     if valid is None:
         return torch.log_softmax(logits, dim=-1).unsqueeze(-2)
     some = valid.any(dim=-1, keepdim=True)

@@ -132,6 +132,23 @@ def test_the_functional_core_compiles_with_a_seed():
     torch.testing.assert_close(compiled(scores, seeds), draw(scores, seeds))
 
 
+# torch 2.13's tracer makes an instance of every autograd function it meets and warns about itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("variant", ["BAM-WF", "BAM-LF"])
+def test_the_functional_core_compiles_in_float16_and_its_gradients_saturate(variant):
+    config = ba.AttentionConfig(variant, preset="paper", gamma_alpha=1.0, gamma_beta=1.0, sigma_p=1.0)
+    inputs = [torch.full((1, 2, 11, 4), 90.0, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        output, kl = ba.functional.attention(*tensors, config=config)
+        assert kl is not None
+        return output.float().sum() + kl.sum()
+
+    gradients = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), inputs)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert float(gradients[0].max()) == 65504.0
+
+
 @pytest.mark.slow
 def test_a_training_step_compiles_with_inductor():
     config = ba.AttentionConfig("BAM-WC", weibull_k=1e9)

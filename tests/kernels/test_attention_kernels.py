@@ -181,6 +181,30 @@ def test_extreme_scores_stay_finite():
         assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize("kl_weight", [1.0, 30.0])
+@pytest.mark.parametrize("variant", ["BAM-WF", "BAM-LF"])
+def test_float16_gradients_saturate_instead_of_overflowing(monkeypatch, variant, kl_weight, in_one_pass):
+    """True gradients of up to 1e8, and of a score up to 6e5 at the larger weight; float16 ends at 65504."""
+    monkeypatch.setattr(fused, "one_pass", lambda head_dim: in_one_pass)
+    query = (60.0 * torch.randn(1, 2, 37, 16, device=DEVICE)).half().requires_grad_()
+    key, value = ((60.0 * torch.randn(1, 1, 41, 16, device=DEVICE)).half().requires_grad_() for _ in range(2))
+    config = ba.AttentionConfig(
+        variant, preset="paper", gamma_beta=1.0, gamma_alpha=1.0, sigma_p=1.0, sigma_q=1e-3, weibull_k=1e3
+    )
+    gradients = []
+    for backend in ("triton", "reference"):
+        output, kl = attention(query, key, value, config=config, seed=SEED, backend=backend)
+        gradients.append(torch.autograd.grad(kl_weight * kl.sum() + output.float().sum(), (query, key, value)))
+    for ours, truth in zip(*gradients, strict=True):
+        assert torch.isfinite(ours).all()
+        if kl_weight == 1.0:
+            # beyond, the gradient of a score itself saturates on its way into the tensor cores
+            saturated = truth.abs() == 65504.0
+            assert torch.equal(ours[saturated], truth[saturated])
+    assert any(bool((truth.abs() == 65504.0).any()) for truth in gradients[1])
+
+
 def test_operators_pass_opcheck():
     tensors = [torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     seed = torch.tensor(3, device=DEVICE)

@@ -11,6 +11,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert.streams import NoiseStream
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.attention import reference
+from bayesattn.ops.precision import upcast
 
 CHILD_NAME = "bayes"
 
@@ -92,8 +93,7 @@ class HostedAttention(BayesianModule):
             weights = self._draw(scores, mask, key_offset)
             kl = self._kl(scores, key, mask) if self.needs_kl else None
             dropped = nn.functional.dropout(weights, dropout_p)
-            expanded = reference.expand_heads(value, query.shape[1])
-            output = (dropped @ expanded.to(dropped.dtype)).to(value.dtype)
+            output = reference.weighted_values(dropped, value)
         return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
 
     def record_mean(
@@ -119,7 +119,7 @@ class HostedAttention(BayesianModule):
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None:
-            scores = scores + bias
+            scores = scores + upcast(bias)
         if is_causal:
             causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             mask = causal if mask is None else mask & causal

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 from bayesattn.nn import BayesianModule
+from bayesattn.ops.precision import upcast
 from bayesattn.ops.segment import reference
 from bayesattn.priors import ContextualPrior
 
@@ -40,7 +41,7 @@ class _EdgeAttention(BayesianModule):
         if num_rows is None:
             num_rows = int(index.max()) + 1 if index.numel() else 0
         with torch.autocast(scores.device.type, enabled=False):
-            phi = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            phi = upcast(scores)
             self._edges = _Edges(phi, index, num_rows) if self.needs_kl else None
             if self.is_sampling:
                 weights = reference.sample_weights(phi, index, num_rows, None, self.config)

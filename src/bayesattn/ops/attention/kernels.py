@@ -83,6 +83,14 @@ def _noise(
 
 
 @triton.jit
+def _saturate(x, DTYPE: tl.constexpr):
+    """Cast a gradient; in float16, which alone ends within reach of a KL's gradients, to its largest number at most."""
+    if DTYPE == tl.float16:  # noqa: SIM300  (not a constant but a parameter)
+        x = tl.clamp(x, -65504.0, 65504.0, tl.PropagateNan.ALL)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def _allowed(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr):
     allowed = (rn < N)[None, :] & (rm < M)[:, None]
     if CAUSAL:
@@ -329,9 +337,9 @@ def grad_query_kernel(
             seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
             BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
         )  # fmt: skip
-        acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
+        acc = tl.dot(_saturate(grad_scores, k.dtype), k, acc, input_precision=PRECISION)
     pointers = GRAD_Q + row[:, None] * D + rd[None, :]
-    tl.store(pointers, (acc * scale).to(GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
+    tl.store(pointers, _saturate(acc * scale, GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
 
 
 @triton.jit
@@ -384,7 +392,7 @@ def grad_key_kernel(
                 BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
             )  # fmt: skip
             acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
-            grad_scores = grad_scores.to(q.dtype)
+            grad_scores = _saturate(grad_scores, q.dtype)
             acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
             if ONE_PASS:
                 part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
@@ -406,9 +414,11 @@ def grad_key_kernel(
     inside_n = (rn < N)[:, None]
     tl.store(
         GRAD_K + column[:, None] * D + rd[None, :],
-        (acc_k * scale).to(GRAD_K.dtype.element_ty),
+        _saturate(acc_k * scale, GRAD_K.dtype.element_ty),
         mask=inside_n & (rd < D)[None, :],
     )
     tl.store(
-        GRAD_V + column[:, None] * DV + rv[None, :], acc_v.to(GRAD_V.dtype.element_ty), mask=inside_n & (rv < DV)[None, :]
+        GRAD_V + column[:, None] * DV + rv[None, :],
+        _saturate(acc_v, GRAD_V.dtype.element_ty),
+        mask=inside_n & (rv < DV)[None, :],
     )

@@ -94,7 +94,9 @@ class Allowed:
         mask = self.dense(key.device)
         if mask is not None:
             weight = weight * mask
-        # the query heads of a key head side by side: one product with the keys as they are stored
+        # the query heads of a key head side by side: one product with the keys as they are stored, unless the sum over
+        # keys could leave their range
+        key = key.to(torch.float32) if key.dtype == torch.float16 else key
         grouped = weight.reshape(b, key_heads, -1, n).to(key.dtype)
         return (grouped @ key).reshape(b, h, -1, key.shape[-1]).to(torch.float32)
 

@@ -4,7 +4,6 @@ Everything runs in float32 or better whatever the inputs, masks are boolean (Tru
 key has weights 0, KL 0 and gradient 0. `masking.py` and `kl.py` beside this file are its other two parts.
 """
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -13,6 +12,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
+from bayesattn.ops.precision import upcast
 
 
 def sample_weights(
@@ -34,9 +34,8 @@ def dot_product_scores(
     query: Float[Tensor, "b h m d"], key: Float[Tensor, "b hk n d"], *, scale: float, bias: Float[Tensor, "..."] | None
 ) -> Float[Tensor, "b h m n"]:
     """Return Φ = scale · Q Kᵀ + bias in float32 or better; key heads are shared by groups of query heads."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(dtype) * scale) @ expand_heads(key, query.shape[1]).to(dtype).transpose(-2, -1)
-    return scores if bias is None else scores + bias
+    scores = (upcast(query) * scale) @ expand_heads(upcast(key), query.shape[1]).transpose(-2, -1)
+    return scores if bias is None else scores + upcast(bias)
 
 
 def expand_heads(x: Float[Tensor, "b hk n d"], num_heads: int) -> Float[Tensor, "b h n d"]:
@@ -65,5 +64,9 @@ def attention(
     kl = kl_from_scores(scores, log_prior, mask, config) if need_kl else None
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p)
-    value = expand_heads(value, query.shape[1])
-    return (weights @ value.to(weights.dtype)).to(value.dtype), kl
+    return weighted_values(weights, value), kl
+
+
+def weighted_values(weights: Float[Tensor, "b h m n"], value: Float[Tensor, "b hk n dv"]) -> Float[Tensor, "b h m dv"]:
+    """Return O = W V in the dtype of the values, computed in that of the weights."""
+    return (weights @ expand_heads(upcast(value), weights.shape[1]).to(weights.dtype)).to(value.dtype)

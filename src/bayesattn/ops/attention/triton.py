@@ -30,6 +30,7 @@ from bayesattn.ops.attention.launch import (
     row_stride,
 )
 from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.precision import saturate
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8
@@ -211,7 +212,7 @@ def _backward(
             kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
             CHECK=checks(constants),
         )  # fmt: skip
-    return grad_query.to(query.dtype), grad_key, grad_value, grad_mu
+    return saturate(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
 
 attention_backward = torch.library.custom_op("bayesattn::attention_backward", _backward, mutates_args=())

@@ -1,0 +1,47 @@
+"""From half precision to float32 and back: casts that saturate where float16 would overflow.
+
+Scores of ±1e4 are within float16, the gradients that a KL has there often are not: a row may add e¹⁰ ≈ 22,026 to a score's
+gradient (`attention/kl.py`), times a query or key of 100, summed over keys. The nearest float16 is then ±65504, not
+infinity, which would turn into NaN one step further back. bfloat16 has float32's range and needs nothing.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:
+    """Cast to `dtype`; what lies outside float16's range becomes its largest number, NaN stays NaN."""
+    if dtype != torch.float16:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def upcast(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """Cast to float32 or better; the gradient on its way back is cast by `saturate`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype) if x.dtype != torch.float16 else _Saturating.apply(x, dtype)
+
+
+def shared(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """Return x for use in two places: autograd adds their gradients in x's own dtype, and the sum may overflow again."""
+    return x if x.dtype != torch.float16 else _Saturating.apply(x, x.dtype)
+
+
+class _Saturating(torch.autograd.Function):
+    """A cast (or the identity) whose backward saturates."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.view_as(x) if x.dtype == dtype else x.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return saturate(grad, ctx.dtype), None
