@@ -10,11 +10,11 @@ import argparse
 import tempfile
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize, load_bayesian, report, save_bayesian
-from bayesattn.hf import BayesianTrainer
+from bayesattn.hf import KLCallback
 
 
 def make_data(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -41,8 +41,9 @@ def main(steps: int) -> float:
             folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=2e-3, logging_steps=max(steps // 3, 1),
             save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
         )  # fmt: skip
-        schedule = ba.KLSchedule("sigmoid", anneal_rate=0.05)
-        BayesianTrainer(model, arguments, train_dataset=make_data(2000, seed=1), kl_schedule=schedule).train()
+        # the one line that turns the Trainer's loss into the negative ELBO
+        callbacks = [KLCallback(ba.KLSchedule("sigmoid", anneal_rate=0.05))]
+        Trainer(model, arguments, train_dataset=make_data(2000, seed=1), callbacks=callbacks).train()
         # only the priors and a JSON file; the plain weights are saved as always
         save_bayesian(model, folder)
         plain = BertForSequenceClassification(config)

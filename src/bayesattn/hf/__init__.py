@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 from bayesattn.hf.attention import ATTENTION_NAME
 
 if TYPE_CHECKING:
+    from bayesattn.hf.callback import BayesianCallback, KLCallback
     from bayesattn.hf.generation import SampledGenerations, generate, sequence_noise
-    from bayesattn.hf.trainer import BayesianCallback, BayesianTrainer, BayesianTrainerMixin
+    from bayesattn.hf.trainer import BayesianTrainer, BayesianTrainerMixin
 
 # converting a model must not import the Trainer (and accelerate with it)
 _LAZY = {
     "SampledGenerations": "generation",
     "generate": "generation",
     "sequence_noise": "generation",
-    "BayesianCallback": "trainer",
+    "BayesianCallback": "callback",
+    "KLCallback": "callback",
     "BayesianTrainer": "trainer",
     "BayesianTrainerMixin": "trainer",
 }
@@ -24,6 +26,7 @@ __all__ = [
     "BayesianCallback",
     "BayesianTrainer",
     "BayesianTrainerMixin",
+    "KLCallback",
     "SampledGenerations",
     "generate",
     "sequence_noise",

@@ -1,18 +1,19 @@
-"""The Trainer on two processes: the step is that of one process over the same examples."""
+"""Our Trainer, and the stock one with the callback, on two processes: the step of one process over the same examples."""
 
 import os
 import socket
 
 import pytest
 import torch
+import transformers as hf
 from test_hf_trainer import arguments, by_hand, dataset, model, steps_taken
 
 import bayesattn as ba
-from bayesattn.hf import BayesianTrainer
+from bayesattn.hf import BayesianTrainer, KLCallback
 from processes import leave, run_on_two
 
 
-def _process(rank: int, port: int, folder: str, name: str, average: bool) -> None:
+def _process(rank: int, port: int, folder: str, name: str, average: bool, stock: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -23,12 +24,11 @@ def _process(rank: int, port: int, folder: str, name: str, average: bool) -> Non
         MASTER_PORT=str(port),
     )
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
-    trainer = BayesianTrainer(
-        model(name),
-        arguments(folder, **options, average_tokens_across_devices=average),
-        train_dataset=dataset(name),
-        kl_schedule=ba.KLSchedule("constant", final=0.3),
-    )
+    args, schedule = arguments(folder, **options, average_tokens_across_devices=average), ba.KLSchedule(final=0.3)
+    if stock:
+        trainer = hf.Trainer(model(name), args, train_dataset=dataset(name), callbacks=[KLCallback(schedule)])
+    else:
+        trainer = BayesianTrainer(model(name), args, train_dataset=dataset(name), kl_schedule=schedule)
     steps = steps_taken(trainer)
     if rank == 0:
         logs = [row for row in trainer.state.log_history if "kl" in row]
@@ -37,12 +37,15 @@ def _process(rank: int, port: int, folder: str, name: str, average: bool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "average"), [("bert", True), ("bert", False), ("llama", True)])
-def test_kl_has_the_same_weight_on_two_processes(name, average, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "average", "stock"),
+    [("bert", True, False), ("bert", False, False), ("llama", True, False), ("bert", False, True), ("llama", True, True)],
+)
+def test_kl_has_the_same_weight_on_two_processes(name, average, stock, tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    run_on_two(_process, port, str(tmp_path), name, average)
+    run_on_two(_process, port, str(tmp_path), name, average, stock)
     actual, logs = torch.load(tmp_path / "steps.pt")
     for key, gradient in by_hand(name, 0.3, 0.0).items():
         if gradient is not None:
