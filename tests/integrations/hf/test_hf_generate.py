@@ -134,7 +134,7 @@ def test_a_plain_model_is_refused():
         generate(build("llama"), prompts(), 2)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "none", "beams"])
+@pytest.mark.parametrize("cache", CACHES)
 def test_whisper_off_generates_token_for_token(cache):
     """Whisper takes features, not a prompt; its generate wants a generation config that a tiny random one does not have."""
     model = build("whisper")

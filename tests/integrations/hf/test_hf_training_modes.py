@@ -59,6 +59,49 @@ def test_bfloat16_weights_and_autocast_keep_the_kl_in_float32(name):
         torch.testing.assert_close(scope.total(), expected, rtol=0.05, atol=0.0)
 
 
+def mean_gradients(model, inputs, *, of_kl: bool, autocast: bool) -> dict[str, torch.Tensor]:
+    """Gradients of the KL, or of a plain loss, in eval mode: nothing is random, so precisions can be compared."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), ba.record_kl() as kl:
+        output = run(model, inputs)
+    loss = kl.total() if of_kl else output.to(torch.promote_types(output.dtype, torch.float32)).square().mean()
+    loss.backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(low: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], names: list[str]) -> float:
+    difference, size = (
+        torch.cat([x.flatten() for x in xs]) for xs in ([low[n] - exact[n] for n in names], [exact[n] for n in names])
+    )
+    return float(difference.norm() / size.norm())
+
+
+@pytest.mark.parametrize("mode", ["autocast", "weights"])
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC"])
+@pytest.mark.parametrize("preset", ["paper", "default"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_the_kl_s_gradient_in_bfloat16_is_as_exact_as_a_plain_loss_s(name, preset, variant, mode):
+    """Against float64 on the same (rounded) weights: at most twice the error that bfloat16 makes in a plain loss's gradient.
+
+    Only queries, keys and what lies below them are in bfloat16, for both losses; softmax and KL are not. So the KL's
+    gradient should be no worse, and twice leaves room for another direction of the same rounding errors.
+    """
+    model, inputs = build(name, spread=0.1), ARCHITECTURES[name].inputs(True)
+    bayesianize(model, ba.AttentionConfig(variant, preset=preset))
+    if mode == "weights":
+        model.to(torch.bfloat16)
+    low_kl, low_plain = (mean_gradients(model, inputs, of_kl=kl, autocast=mode == "autocast") for kl in (True, False))
+    model.double()
+    exact_kl, exact_plain = (mean_gradients(model, inputs, of_kl=kl, autocast=False) for kl in (True, False))
+    priors = [key for key in exact_kl if "bayes_prior" in key]
+    shared = [key for key in exact_kl if key in exact_plain and key not in priors and exact_kl[key].abs().max() > 0]
+    assert priors
+    assert shared
+    limit = 2.0 * relative_error(low_plain, exact_plain, shared)
+    assert relative_error(low_kl, exact_kl, shared) <= limit
+    assert relative_error(low_kl, exact_kl, priors) <= limit
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiles_to_one_graph_with_the_kl(name):
