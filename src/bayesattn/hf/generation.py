@@ -166,9 +166,11 @@ def _read(model: PreTrainedModel, output: Any, draws: int, batch: int) -> Sample
     if beams is not None:
         # a finished beam may be shorter than the search was long
         steps = min(steps, int((beams >= 0).sum(dim=1).max()))
-    prompt = 1 if model.config.is_encoder_decoder else sequences.shape[1] - steps
-    tokens = sequences[:, prompt : prompt + steps]
-    steps = tokens.shape[1]
+    # what precedes is the prompt, or a decoder's first tokens: one, two in Whisper, more if given
+    tokens = sequences[:, sequences.shape[1] - steps :]
+    if beams is not None and logits[0].shape[0] == sequences.shape[0]:
+        # Whisper's own generate keeps one row per sequence, and not that of the beam it chose
+        raise ValueError(f"{type(model).__name__} returns no logits of its beams; allowed with it: num_beams=1")
     if beams is None:
         chosen = torch.stack(logits[:steps], dim=1)
     else:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as hf
 from zoo import ARCHITECTURES, build
 
 import bayesattn as ba
@@ -18,8 +19,10 @@ CACHES = {
 CONFIG = ba.AttentionConfig("BAM-WC", weibull_k=2.0)
 
 
-def prompts() -> dict[str, torch.Tensor]:
-    """Two prompts, the first padded on the left."""
+def prompts(name: str = "llama") -> dict[str, torch.Tensor]:
+    """Two prompts, the first padded on the left; for Whisper two pieces of sound."""
+    if name == "whisper":
+        return {"input_features": ARCHITECTURES[name].inputs(False)["input_features"]}
     ids = torch.tensor([[0, 0, 9, 8, 7], [5, 4, 3, 11, 12]])
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
@@ -32,16 +35,30 @@ def options(cache: str) -> dict:
 @pytest.mark.parametrize("name", GENERATING)
 def test_off_generates_token_for_token(name, cache):
     model = build(name)
-    before = model.generate(**prompts(), **options(cache))
+    before = model.generate(**prompts(name), **options(cache))
     bayesianize(model, CONFIG)
-    assert torch.equal(model.generate(**prompts(), **options(cache)), before)
+    assert torch.equal(model.generate(**prompts(name), **options(cache)), before)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_the_static_cache_of_these_tests_is_one(name):
+    model, seen = build(name), set()
+
+    def note(module, args, kwargs):
+        cache = kwargs["past_key_values"]
+        seen.add(type(getattr(cache, "self_attention_cache", cache)))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    model.generate(**prompts(name), **options("static"))
+    assert seen == {hf.StaticCache}
 
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_the_noise_of_a_sequence_does_not_depend_on_the_cache(name):
     """The whole sequence recomputed at every step, or the past from a cache: the same draw, so the same tokens."""
     model = bayesianize(build(name), CONFIG)
-    results = {cache: generate(model, prompts(), 3, seed=1, **options(cache)) for cache in ("dynamic", "static", "none")}
+    caches = ("dynamic", "static", "none")
+    results = {cache: generate(model, prompts(name), 3, seed=1, **options(cache)) for cache in caches}
     for cache in ("static", "none"):
         assert torch.equal(results[cache].sequences, results["dynamic"].sequences), cache
         torch.testing.assert_close(results[cache].log_prob, results["dynamic"].log_prob, rtol=1e-3, atol=1e-3)
@@ -88,6 +105,34 @@ def test_scores_equal_a_plain_forward_pass_when_there_is_hardly_any_noise():
     assert float(result.disagreement) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "cache"),
+    [("whisper", 2, "dynamic"), ("bart", 1, "beams"), ("bart", 3, "dynamic"), ("bart", 3, "beams"), ("t5", 1, "dynamic")],
+)
+def test_a_decoder_s_own_prompt_is_not_scored(name, start, cache):
+    """Whisper begins with two tokens of its own; a decoder may be given more."""
+    model = bayesianize(build(name), ba.AttentionConfig("BAM-LF", sigma_q=1e-7))
+    inputs = prompts(name)
+    if start == 3:
+        inputs["decoder_input_ids"] = torch.tensor([[2, 9, 10], [2, 11, 12]])
+    result = generate(model, inputs, 2, seed=0, **options(cache))
+    inputs.pop("decoder_input_ids", None)
+    with torch.no_grad():
+        logits = model(**inputs, decoder_input_ids=result.sequences[0]).logits
+    log_probs = torch.log_softmax(logits[:, start - 1 : -1], dim=-1)
+    by_hand = log_probs.gather(-1, result.sequences[0, :, start:].unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(result.tokens[0], result.sequences[0, :, start:])
+    keep = result.valid[0]
+    # float32 through another order of sums; noise of 1e-7
+    torch.testing.assert_close(result.token_log_prob[0][keep], by_hand[keep], rtol=1e-3, atol=1e-3)
+
+
+def test_beams_whose_logits_do_not_come_back_are_refused_by_name():
+    model = bayesianize(build("whisper"), CONFIG)
+    with pytest.raises(ValueError, match=r"WhisperForConditionalGeneration returns no logits of its beams; .*num_beams=1"):
+        generate(model, prompts("whisper"), 2, seed=0, **options("beams"))
+
+
 def test_beams_of_a_sequence_share_its_noise():
     model = bayesianize(build("bart"), CONFIG)
     first, second = (generate(model, prompts(), 3, seed=2, **options("beams")) for _ in range(2))
@@ -132,20 +177,3 @@ def test_bad_arguments_are_named(arguments, message):
 def test_a_plain_model_is_refused():
     with pytest.raises(ValueError, match="without stochastic attention"):
         generate(build("llama"), prompts(), 2)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_whisper_off_generates_token_for_token(cache):
-    """Whisper takes features, not a prompt; its generate wants a generation config that a tiny random one does not have."""
-    model = build("whisper")
-    features = ARCHITECTURES["whisper"].inputs(False)["input_features"]
-    start = torch.ones(features.shape[0], 1, dtype=torch.long)
-
-    def tokens() -> torch.Tensor:
-        # the generate of transformers' base class: Whisper's own adds timestamps and languages, not attention
-        generating = super(type(model), model).generate
-        return generating(features, decoder_input_ids=start, **options(cache))
-
-    before = tokens()
-    bayesianize(model, CONFIG)
-    assert torch.equal(tokens(), before)

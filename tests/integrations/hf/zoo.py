@@ -137,7 +137,10 @@ def _bart() -> hf.PreTrainedModel:
 
 def _whisper_model() -> hf.PreTrainedModel:
     options = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12, "decoder_start_token_id": 1}
-    return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**TEXT, **ENCODER_DECODER, **options))
+    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**TEXT, **ENCODER_DECODER, **options))
+    # what the generation config of a real checkpoint tells its own `generate`
+    model.generation_config.is_multilingual, model.generation_config.no_timestamps_token_id = False, VOCABULARY - 1
+    return model
 
 
 def _patchtst() -> hf.PreTrainedModel:
@@ -181,7 +184,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "t5": Architecture(_t5, _seq2seq, 6, 6, generates=True),
     "bart": Architecture(_bart, _seq2seq, 6, 6, generates=True),
-    "whisper": Architecture(_whisper_model, _whisper, 6, 6, can_pad=False),
+    "whisper": Architecture(_whisper_model, _whisper, 6, 6, generates=True, can_pad=False),
     "wav2vec2": Architecture(_wav2vec2, _audio, 2, 2),
     "patchtst": Architecture(_patchtst, _series, 2, 2, can_pad=False),
 }
