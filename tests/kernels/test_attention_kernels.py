@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import bayesattn as ba
 from bayesattn.functional import attention
-from bayesattn.ops.attention import kernels, reference
+from bayesattn.ops.attention import kernels, reference, weibull
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.launch import LAUNCHES
 from bayesattn.ops.attention.masking import Allowed
@@ -106,6 +106,11 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
 WEIBULL = ba.AttentionConfig("BAM-WC", weibull_k=2.0, gamma_beta=0.3)
 
 
+def set_passes(monkeypatch, in_one_pass: bool) -> None:
+    for module in (fused, weibull):
+        monkeypatch.setattr(module, "one_pass", lambda head_dim: in_one_pass)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
@@ -113,7 +118,7 @@ WEIBULL = ba.AttentionConfig("BAM-WC", weibull_k=2.0, gamma_beta=0.3)
 )
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_odd_shapes_and_grouped_heads(monkeypatch, shape, dtype, in_one_pass):
-    monkeypatch.setattr(fused, "one_pass", lambda head_dim: in_one_pass)
+    set_passes(monkeypatch, in_one_pass)
     check(shape, WEIBULL, dtype=dtype)
     assert not in_one_pass or LAUNCHES["grad_key"] > 0
 
@@ -122,7 +127,7 @@ def test_odd_shapes_and_grouped_heads(monkeypatch, shape, dtype, in_one_pass):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("variant", ["BAM-WC", "BAM-WF", "BAM-LC", "BAM-LF", "BAM-NOKL"])
 def test_every_variant_and_mask(monkeypatch, variant, is_causal, mask_kind):
-    monkeypatch.setattr(fused, "one_pass", lambda head_dim: is_causal)
+    set_passes(monkeypatch, is_causal)
     config = ba.AttentionConfig(variant, weibull_k=3.0, gamma_beta=0.2, sigma_q=0.7, sigma_p=1.3, kl_reduction="sum")
     check((2, 2, 1, 41, 67, 16, 16), config, mask_kind, is_causal)
 
@@ -131,6 +136,51 @@ def test_every_variant_and_mask(monkeypatch, variant, is_causal, mask_kind):
 @pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC"])
 def test_every_preset(variant, preset):
     check((1, 2, 2, 33, 40, 16, 16), ba.AttentionConfig(variant, preset=preset, weibull_k=0.5, sigma_q=2.0))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "row_mean", "mean"])
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-WF"])
+@pytest.mark.parametrize("preset", ["paper", "default"])
+def test_the_kl_of_padded_keys_in_one_node_for_every_convention(monkeypatch, variant, preset, reduction):
+    # tiles of 16 keys or queries, so that every loop over them turns several times
+    monkeypatch.setattr(weibull, "TILE", 256)
+    before = LAUNCHES["weibull_kl"]
+    config = ba.AttentionConfig(variant, preset=preset, weibull_k=2.0, gamma_beta=0.3, kl_reduction=reduction)
+    check((2, 4, 2, 37, 67, 16, 16), config, "key padding")
+    assert LAUNCHES["weibull_kl"] == before + 1
+
+
+@pytest.mark.parametrize("beta", [1e-15, 1e-2, 3.0, 1e4])
+def test_the_paper_s_rates(beta):
+    check((1, 2, 2, 13, 17, 16, 16), ba.AttentionConfig("BAM-WC", gamma_beta=beta, weibull_k=1000.0))
+    check((1, 2, 2, 13, 17, 16, 16), ba.AttentionConfig("BAM-WF", gamma_beta=beta, gamma_alpha=1e-15, weibull_k=1.0))
+
+
+@pytest.mark.parametrize("prior_shape", [(1, 1), (2, 1), (1, 3)])
+def test_a_shared_prior_gathers_its_gradient(prior_shape):
+    query, key, value = (torch.randn(2, 3, 19, 16, device=DEVICE) for _ in range(3))
+    logits = torch.randn(*prior_shape, 1, 19, device=DEVICE)
+    gradients = []
+    for backend in ("triton", "reference"):
+        prior = logits.log_softmax(-1).requires_grad_()
+        _, kl = attention(query, key, value, config=WEIBULL, prior=prior, seed=SEED, backend=backend)
+        gradients += torch.autograd.grad(kl.sum(), prior)
+    # sums of 2 · 3 · 19² terms of order 1 in float32
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+def test_either_result_may_be_without_gradient():
+    inputs = [torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    prior = torch.randn(1, 2, 1, 9, device=DEVICE).log_softmax(-1)
+    options = {"config": WEIBULL, "prior": prior, "seed": SEED}
+    for pick in (0, 1):
+        gradients = []
+        for backend in ("triton", "reference"):
+            result = attention(*inputs, backend=backend, **options)[pick].sum()
+            gradients.append(torch.autograd.grad(result, inputs, allow_unused=True))
+        for ours, theirs in zip(*gradients):
+            theirs = torch.zeros_like(ours) if theirs is None else theirs
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_non_contiguous_inputs():

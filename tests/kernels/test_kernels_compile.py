@@ -1,6 +1,8 @@
-"""Every kernel compiles to machine code for a Hopper GPU, without one: the interpreter also accepts what does not compile.
+"""Every kernel compiles for a Hopper GPU, down to machine code, on a machine that has none: ptxas comes with triton.
 
-A launch is replaced by a compilation for the same argument types; results are garbage and nobody looks at them.
+The interpreter, in which the other tests run without a GPU, accepts what the compiler does not. The two exclude each other
+in one process, so this file is also the script of a second one: it calls the operators with launches that compile instead
+of running, with exactly the arguments that a GPU would get.
 """
 
 import os
@@ -8,80 +10,104 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.kernel
 
-PROGRAM = """
-import sys
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.bool: "i1"}
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.bool: "*i1", torch.int64: "*i64"}
-compiled = set()
 
-def compile_instead(self, *args, grid, warmup, **options):
-    names = self.arg_names
-    settings = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
-    values = dict(zip(names, args)) | options
-    # Triton takes an absent pointer and an integer of 1 as constants
-    signature, constants = {}, {}
-    for index, name in enumerate(names):
-        value = values[name]
-        if isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-        elif name in options or value is None or (type(value) is int and value == 1):
-            signature[name], constants[(index,)] = "constexpr", value
+def compile_instead(kernel, *args: object, grid: tuple[int, ...], warmup: bool, **named: object) -> None:
+    """Compile what a launch with these arguments would run, and print its name and the size of its code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {key: named.pop(key) for key in ("num_warps", "num_stages") if key in named}
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
+    signature, aligned = {}, {}
+    for i, (parameter, value) in enumerate((p, values[p.name]) for p in kernel.params):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], aligned[(i,)] = f"*{POINTERS[value.dtype]}", [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    kernel = triton.compile(ASTSource(self, signature, constants), target=GPUTarget("cuda", 90, 32), options=settings)
-    assert len(kernel.asm["cubin"]) > 0
-    compiled.add(self.__name__)
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    constexprs = {key: values[key] for key, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(kernel, signature, constexprs, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.fn.__name__, len(compiled.asm["cubin"]))
 
-JITFunction.run = compile_instead
 
-import bayesattn as ba
-from bayesattn.ops.attention import support, triton as fused
-from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.prior import triton as prior
+def attend(dtype: torch.dtype, variant: str, *, masked: bool, is_causal: bool, in_one_pass: bool) -> None:
+    """Run forward and backward of one setting."""
+    import bayesattn as ba
+    from bayesattn.ops.attention import triton as fused
+    from bayesattn.ops.attention import weibull
+    from bayesattn.ops.attention.masking import Allowed
 
-def attend(variant, dtype, d, *, masked, causal):
-    b, h, hk, m, n = 2, 4, 2, 70, 90
-    config = ba.AttentionConfig(variant, preset="paper" if d > 64 else "default")
-    query, key, value = (torch.randn(b, x, y, d, dtype=dtype, requires_grad=True) for x, y in ((h, m), (hk, n), (hk, n)))
-    log_prior = torch.randn(b, h, 1, n).log_softmax(-1).requires_grad_() if config.prior_kind == "contextual" else None
-    mask = torch.rand(b, 1, 1, n) > 0.5 if masked else None
+    fused.one_pass = weibull.one_pass = lambda head_dim: in_one_pass
+    query, key, value = (torch.zeros(1, heads, 128, 64, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.ones(1, 1, 1 + 127 * is_causal, 128, dtype=torch.bool) if masked else None
     output, kl = fused.attention(
-        query, key, value, config=config, log_prior=log_prior, allowed=Allowed(mask, causal, (b, h, m, n)),
-        scale=0.125, seed=3, need_kl=config.has_kl,
+        query, key, value, config=ba.AttentionConfig(variant), log_prior=torch.zeros(1, 1, 1, 128, requires_grad=True),
+        scale=0.125, seed=1, allowed=Allowed(mask, is_causal, (1, 4, 128, 128)), need_kl=True,
+    )  # fmt: skip
+    assert kl is not None
+    (output.sum() + kl.sum()).backward()
+
+
+def prior(dtype: torch.dtype) -> None:
+    """Run forward and backward of the contextual prior."""
+    from bayesattn.ops.prior.triton import log_prior
+
+    key = torch.zeros(1, 2, 128, 64, dtype=dtype, requires_grad=True)
+    network = [torch.zeros(1, *shape, requires_grad=True) for shape in ((64, 10), (1, 10), (10, 1), (1, 1))]
+    log_prior(key, *network, torch.ones(1, 1, 128, dtype=torch.bool)).sum().backward()
+
+
+CASES = {
+    "one node": (
+        lambda: attend(torch.bfloat16, "BAM-WC", masked=True, is_causal=False, in_one_pass=True),
+        ["forward_kernel", "weibull_kl_kernel", "weibull_prepare_kernel", "grad_key_kernel"],
+    ),
+    "one node, two passes": (
+        lambda: attend(torch.float16, "BAM-WC", masked=False, is_causal=False, in_one_pass=False),
+        ["forward_kernel", "weibull_kl_kernel", "weibull_prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
+    ),
+    "causal": (
+        lambda: attend(torch.bfloat16, "BAM-WC", masked=False, is_causal=True, in_one_pass=True),
+        ["forward_kernel", "columns_kernel", "prepare_kernel", "grad_key_kernel"],
+    ),
+    "lognormal": (
+        lambda: attend(torch.float16, "BAM-LC", masked=True, is_causal=True, in_one_pass=False),
+        ["forward_kernel", "prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
+    ),
+    "prior": (lambda: prior(torch.bfloat16), ["prior_logits_kernel", "prior_softmax_kernel", "prior_grad_kernel"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_compiles_for_sm_90(case, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, __file__, case],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    (output.float().sum() + (kl.sum() if kl is not None else 0.0)).backward()
-
-# float32 products are not for tensor cores: they unroll, and compile for long
-attend("BAM-WC", torch.float32, 16, masked=False, causal=False)
-attend("BAM-LC", torch.bfloat16, 128, masked=True, causal=False)
-attend("BAM-WF", torch.float16, 128, masked=False, causal=False)
-attend("BAM-WC", torch.bfloat16, 64, masked=True, causal=False)
-attend("BAM-NOKL", torch.bfloat16, 24, masked=False, causal=True)
-keys = torch.randn(2, 3, 50, 64, dtype=torch.bfloat16, requires_grad=True)
-network = [torch.randn(1, *shape, requires_grad=True) for shape in ((64, 10), (1, 10), (10, 1), (1, 1))]
-prior.log_prior(keys, *network, torch.rand(2, 1, 50) > 0.5).sum().backward()
-print(" ".join(sorted(compiled)))
-"""
-
-KERNELS = {
-    "forward_kernel", "columns_kernel", "prepare_kernel", "grad_query_kernel", "grad_key_kernel",
-    "weibull_kl_kernel", "weibull_kl_grad_kernel", "prior_logits_kernel", "prior_softmax_kernel", "prior_grad_kernel",
-}  # fmt: skip
-
-
-def test_every_kernel_compiles_for_sm_90():
-    # a process of its own: the interpreter, which the other tests run in, is chosen when triton is imported
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert set(result.stdout.split()) == KERNELS
+    sizes = dict(line.split() for line in result.stdout.splitlines())
+    assert list(sizes) == CASES[case][1]
+    assert all(int(size) > 1000 for size in sizes.values())
+
+
+if __name__ == "__main__":
+    from triton.runtime.jit import JITFunction
+
+    JITFunction.run = compile_instead
+    CASES[sys.argv[1]][0]()

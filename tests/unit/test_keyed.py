@@ -69,7 +69,10 @@ def test_windows_of_an_example_get_noise_of_their_own_that_does_not_depend_on_th
 
 
 def test_a_batch_that_is_no_multiple_of_the_examples_is_refused():
-    with keyed_noise(example_seeds(0, 0, torch.arange(3))), pytest.raises(ValueError, match=r"a batch of 7; allowed .* 3 seeds"):
+    with (
+        keyed_noise(example_seeds(0, 0, torch.arange(3))),
+        pytest.raises(ValueError, match=r"a batch of 7; allowed .* 3 seeds"),
+    ):
         attend(layer(), inputs())
 
 
@@ -111,7 +114,7 @@ def test_activation_checkpointing_repeats_the_noise(use_reentrant):
             y = x.clone().requires_grad_()
             with record_kl() as kl:
                 for _ in range(3):
-                    call = (lambda y, module=module: y + attend(module, y))
+                    call = lambda y, module=module: y + attend(module, y)
                     y = checkpoint(call, y, use_reentrant=use_reentrant) if is_checkpointed else call(y)
             (y.square().sum() + kl.total()).backward()
         gradients.append([parameter.grad for parameter in module.parameters()])

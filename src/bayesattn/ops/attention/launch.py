@@ -4,9 +4,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from bayesattn.ops.attention import kernels
 from bayesattn.ops.attention.support import INTERPRETED
 
 # how often each kernel was launched, so that a test can prove which one ran
@@ -44,10 +44,117 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: objec
     kernel[grid](*args, **constants)
 
 
+def launch_forward(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    mu: Tensor | None,
+    seed: Tensor,
+    outputs: tuple[Tensor, ...],
+    weibull: bool,
+    strength: float,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Fill output, noisy LSE, clean LSE and two moments; of the last three those with a size.
+
+    Args:
+        inputs: Query, key, value.
+        mask: Which entries exist, or None.
+        mu: Location of the lognormal prior, for the moments.
+        seed: Of the noise; one, or one per example.
+        outputs: Where they go.
+        weibull: Family.
+        strength: Of the noise, in units of log 2 for the lognormal.
+        scale: Of the scores.
+        causal: Whether key j is for queries from j on.
+    """
+    query, key, value = inputs
+    (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
+    switches = {"WEIBULL": weibull, "CLEAN": outputs[2].numel() > 0, "MOMENTS": mu is not None, "CAUSAL": causal}
+    constants = kernel_constants("forward", query, value, mask, **switches)
+    launch(
+        kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
+        query, key, value, *optional_pointers(mask, mu, seed), *outputs,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
+        h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
+    )  # fmt: skip
+
+
+def launch_gradients(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    mu: Tensor | None,
+    seed: Tensor,
+    rows: tuple[Tensor | None, ...],
+    grad_columns: Tensor | None,
+    sums: Tensor,
+    start: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    weibull: bool,
+    strength: float,
+    scale: float,
+    causal: bool,
+    in_one_pass: bool,
+) -> None:
+    """Fill the gradients of query, key, value and μ; in one pass, that of the query already holds its start.
+
+    Args:
+        inputs: Query, key, value.
+        mask: As in the forward pass, like `mu` and `seed`.
+        mu: As above.
+        seed: As above.
+        rows: dO, noisy LSE, clean LSE, δ, dLSE, dr₁, dr₂; the last three None where there is none.
+        grad_columns: dT_j, or None.
+        sums: Σ_i q_i behind the column sums.
+        start: Σ_j dT_j k_j, for the two-pass backward.
+        gradients: Where they go.
+        weibull: Family.
+        strength: Of the noise.
+        scale: Of the scores.
+        causal: Whether key j is for queries from j on.
+        in_one_pass: See `one_pass`.
+    """
+    query, key, value = inputs
+    (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
+    grad, grad_lse = rows[0], rows[4]
+    assert grad is not None
+    tensors = (query, key, value, *optional_pointers(mask, mu, seed), *rows)
+    strides = (
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+        *optional_strides(mask, mu, (b, h, m, n)),
+    )  # fmt: skip
+    numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength)
+    switches = {
+        "WEIBULL": weibull,
+        "CLEAN": grad_lse is not None,
+        "COLUMNS": grad_columns is not None,
+        "MOMENTS": mu is not None,
+        "CAUSAL": causal,
+    }
+
+    def checks(constants: dict) -> bool:
+        return causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
+
+    grad_query, *grad_others = gradients
+    constants = kernel_constants("grad_key", query, value, mask, **switches)
+    launch(
+        kernels.grad_key_kernel, (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
+        grad_query, *grad_others, *strides, row_stride(sums), *numbers,
+        **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
+    )  # fmt: skip
+    if not in_one_pass:
+        constants = kernel_constants("grad_query", query, value, mask, **switches)
+        grid = (blocks_of(m, constants["BM"]), b * h)
+        launch(
+            kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
+            CHECK=checks(constants),
+        )  # fmt: skip
+
+
 def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
     """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
     d, dv = query.shape[-1], value.shape[-1]
-    bd, bdv = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dv))
+    bd, bdv = padded(d), padded(dv)
     is_float = query.dtype == torch.float32
     return {
         **blocks(kernel, max(d, dv), query.dtype),
@@ -59,6 +166,11 @@ def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | N
         "FAST": not is_float and not INTERPRETED,
         "PRECISION": "ieee" if is_float else "tf32",
     }
+
+
+def padded(size: int) -> int:
+    """Return the tile size of a head dimension: a power of two that tensor cores can take."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def aligned(x: Tensor) -> Tensor:

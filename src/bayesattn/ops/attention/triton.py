@@ -9,7 +9,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-import triton
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -17,19 +16,19 @@ from torch.autograd.function import once_differentiable
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention import kernels
-from bayesattn.ops.attention.fused_kl import attention_kl
-from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location
+from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
     aligned,
     blocks_of,
-    kernel_constants,
     launch,
+    launch_forward,
+    launch_gradients,
     one_pass,
-    optional_pointers,
-    optional_strides,
+    padded,
     row_stride,
 )
 from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.attention.weibull import is_one_node, weibull_attention
 from bayesattn.ops.precision import saturate
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
@@ -55,6 +54,9 @@ def attention(
     weibull = config.family == "weibull"
     strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
     seed = noise.draw_seed(query.device) if seed is None else noise.as_seed(seed, query.shape[0], query.device)
+    if need_kl and is_one_node(log_prior, allowed, config):
+        output, kl = weibull_attention(query, key, value, log_prior, allowed, config, seed, strength, scale)
+        return output[..., :dv], kl
     mu = None
     if need_kl and not weibull:
         b, h, _, n = allowed.shape
@@ -69,7 +71,7 @@ def attention(
     if not need_kl:
         return output, None
     if weibull:
-        return output, attention_kl(columns, lse, log_prior, allowed, config)
+        return output, weibull_kl(columns, lse, log_prior, allowed, config)
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
@@ -98,16 +100,10 @@ def _forward(
     clean, first, second = (
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, mu is not None, mu is not None)
     )
-    constants = kernel_constants(
-        "forward", query, value, mask, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=mu is not None, CAUSAL=causal
-    )
     if out.numel():
-        launch(
-            kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
-            query, key, value, *optional_pointers(mask, mu, seed), out, lse, clean, first, second,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
-            h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
-        )  # fmt: skip
+        launch_forward(
+            (query, key, value), mask, mu, seed, (out, lse, clean, first, second), weibull, strength, scale, causal
+        )
     columns, sums = lse.new_empty(0), lse.new_empty(0)
     if need_columns:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
@@ -116,7 +112,7 @@ def _forward(
         if columns.numel():
             launch(
                 kernels.columns_kernel, (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], row_stride(sums),
-                h, h // hk, n, d, scale, BN=64, BD=constants["BD"],
+                h, h // hk, n, d, scale, BN=64, BD=padded(d),
             )  # fmt: skip
     return out, lse, clean, columns, first, second, sums
 
@@ -174,44 +170,17 @@ def _backward(
     if not (b and m):
         return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
-    bd, bdv = (max(16, triton.next_power_of_2(x)) for x in (d, dv))
     launch(
         kernels.prepare_kernel, (blocks_of(m, 64), b * h),
         out, grad, delta, start, grad_query, m, d, dv, h, *grad.stride()[:3],
-        row_stride(start), scale, BM=64, BD=bd, BDV=bdv, COLUMNS=start is not None, ONE_PASS=in_one_pass,
+        row_stride(start), scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
     )  # fmt: skip
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
-    tensors = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
-    strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
-        *optional_strides(mask, mu, (b, h, m, n)),
+    launch_gradients(
+        (query, key, value), mask, mu, seed, (grad, lse, clean, delta, *rows), grad_columns, sums, start,
+        (grad_query, grad_key, grad_value, grad_mu), weibull, strength, scale, causal, in_one_pass,
     )  # fmt: skip
-    numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength)
-    switches = {
-        "WEIBULL": weibull,
-        "CLEAN": grad_lse is not None,
-        "COLUMNS": grad_columns is not None,
-        "MOMENTS": mu is not None,
-        "CAUSAL": causal,
-    }
-
-    def checks(constants: dict) -> bool:
-        return causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
-
-    constants = kernel_constants("grad_key", query, value, mask, **switches)
-    launch(
-        kernels.grad_key_kernel, (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
-        grad_query, grad_key, grad_value, grad_mu, *strides, row_stride(sums), *numbers,
-        **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
-    )  # fmt: skip
-    if not in_one_pass:
-        constants = kernel_constants("grad_query", query, value, mask, **switches)
-        grid = (blocks_of(m, constants["BM"]), b * h)
-        launch(
-            kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
-            CHECK=checks(constants),
-        )  # fmt: skip
     return saturate(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
 

@@ -1,14 +1,11 @@
 """The contextual prior as one autograd node over the kernels."""
 
-from typing import Any
-
 import torch
-import triton
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.attention.launch import aligned, blocks_of, launch
+from bayesattn.ops.attention.launch import aligned, blocks_of, launch, padded
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
@@ -26,8 +23,8 @@ def log_prior(
     return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid)
 
 
-def _tiles(d: int, hidden: int) -> dict[str, Any]:
-    return {"BD": max(16, triton.next_power_of_2(d)), "BH": max(16, triton.next_power_of_2(hidden)), "BN": BLOCK_KEYS}
+def _tiles(d: int, hidden: int) -> dict[str, int]:
+    return {"BD": padded(d), "BH": padded(hidden), "BN": BLOCK_KEYS}
 
 
 def _strides(valid: Tensor | None) -> tuple[int, ...]:
