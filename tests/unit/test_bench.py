@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from bayesattn.bench import harness, run_suite
+from bayesattn.bench import conversion, harness, run_suite
 from bayesattn.bench.model import build_encoder, training_step
 from bayesattn.bench.plot import plot_ratios
 
@@ -27,6 +27,34 @@ def test_ratios_are_to_the_first_provider_of_the_same_case_and_mode(tmp_path, ca
     assert [row["provider"] for row in written] == ["base", "other", "base"]
     assert {path.name for path in tmp_path.iterdir()} == {"toy.csv"}
     assert len(plot_ratios(suite.rows).axes) == 1
+
+
+def test_calls_that_are_compared_take_turns_in_alternating_order():
+    order: list[str] = []
+    times = harness.measure_in_turn([lambda: order.append("a"), lambda: order.append("b")], rounds=3)
+    assert order == [*"ab", *"ab", *"ba", *"ab"]  # a warm-up, then three rounds
+    assert [len(row) for row in times] == [3, 3]
+
+
+def test_the_ratio_of_a_comparison_is_the_median_over_its_rounds(monkeypatch, capsys):
+    monkeypatch.setattr(harness, "measure_in_turn", lambda calls, rounds: [[1.0, 2.0, 10.0], [2.0, 3.0, 11.0]])
+    suite = harness.Suite("toy", "cpu")
+    suite.compare("a", "forward", {"base": lambda: None, "other": lambda: None}, rounds=3)
+    assert [row.ratio for row in suite.rows] == [1.0, 1.5]
+    assert [row.median_ms for row in suite.rows] == [2.0, 3.0]
+    assert "other" in capsys.readouterr().out
+
+
+def test_the_conversion_suite_compares_the_same_model_before_and_after(capsys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+    rows = conversion.run("cpu", sizes=sizes, batch=2, length=5, rounds=1)
+    for case in {row.case for row in rows}:
+        modes = {
+            mode: [row.provider for row in rows if (row.case, row.mode) == (case, mode)] for mode in ("eval", "train step")
+        }
+        assert modes["eval"][:2] == ["original", "converted, not sampling"]
+        assert modes["train step"] == ["original", "BAM-NOKL", "BAM-WC with KL"]
+    assert "original" in capsys.readouterr().out
 
 
 def test_peak_memory_counts_what_is_alive_at_once():

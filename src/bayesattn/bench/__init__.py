@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-SUITES = ("attention", "model")
+SUITES = ("attention", "model", "conversion")
 
 
 def run_suite(name: str, device: str, out: Path) -> None:

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,8 +48,29 @@ def measure(call: Callable[[], object], *, device: str, budget_ms: float = 200.0
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e3)
-    quantile = torch.quantile(torch.tensor(times), torch.tensor([0.5, 0.2, 0.8]))
-    return float(quantile[0]), float(quantile[1]), float(quantile[2])
+    return _quantiles(times)
+
+
+def _quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    median, low, high = torch.quantile(torch.tensor(times), torch.tensor([0.5, 0.2, 0.8])).tolist()
+    return median, low, high
+
+
+def measure_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
+    """Return the CPU time in milliseconds of every call in every round, after a warm-up.
+
+    For ratios near 1, which a drift of the machine between two measurements would drown. The calls take turns, in
+    alternating order, and what counts is this process's CPU time, which other programs do not lengthen by waiting.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for i in range(rounds):
+        for j in range(len(calls))[:: 1 if i % 2 == 0 else -1]:
+            start = time.process_time()
+            calls[j]()
+            times[j].append((time.process_time() - start) * 1e3)
+    return times
 
 
 def peak_memory(call: Callable[[], object], *, device: str) -> float:
@@ -84,9 +105,25 @@ class Suite:
         memory = peak_memory(call, device=self.device)
         median, low, high = measure(call, device=self.device)
         baseline = next((row.median_ms for row in self.rows if (row.case, row.mode) == (case, mode)), median)
-        row = Row(self.name, case, provider, mode, median, low, high, memory, median / baseline, **self._versions)
+        return self._keep(case, provider, mode, (median, low, high), memory, median / baseline)
+
+    def compare(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, rounds: int) -> None:
+        """Measure calls that differ by little: in turn, the ratio the median over rounds; on a GPU one after another."""
+        if self.device == "cuda":
+            for provider, call in calls.items():
+                self.run(case, provider, mode, call)
+            return
+        times = torch.tensor(measure_in_turn(list(calls.values()), rounds=rounds))
+        ratios = (times / times[0]).median(dim=1).values.tolist()
+        for provider, row, ratio in zip(calls, times.tolist(), ratios, strict=True):
+            self._keep(case, provider, mode, _quantiles(row), peak_memory(calls[provider], device=self.device), ratio)
+
+    def _keep(
+        self, case: str, provider: str, mode: str, times: tuple[float, float, float], memory: float, ratio: float
+    ) -> Row:
+        row = Row(self.name, case, provider, mode, *times, memory, ratio, **self._versions)
         self.rows.append(row)
-        print(f"{case:24s} {mode:10s} {provider:22s} {median:9.3f} ms  x{row.ratio:6.3f}  {memory:9.1f} MiB", flush=True)
+        print(f"{case:24s} {mode:10s} {provider:22s} {times[0]:9.3f} ms  x{ratio:6.3f}  {memory:9.1f} MiB", flush=True)
         return row
 
 
