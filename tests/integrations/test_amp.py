@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import bayesattn as ba
@@ -76,6 +77,30 @@ def test_a_training_step_under_autocast_gives_finite_gradients_near_those_withou
     assert bool(cast.isfinite().all())
     # bfloat16 activations: a few times 2^-8 in the direction of the gradient
     assert float(torch.cosine_similarity(exact, cast, dim=0)) > 0.99
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_gradient_scaler_scales_the_kl_with_the_loss(checkpointed):
+    """float16 autocast, loss × 2^10, backward, unscale: the gradient of NLL + KL, also where a checkpoint carries the KL."""
+    model = ba.nn.TransformerEncoderLayer(
+        12, 2, 16, dropout=0.0, batch_first=True, config=ba.AttentionConfig("BAM-WC", weibull_k=1e6)
+    )
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def gradients(half: bool) -> torch.Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=half)
+        optimiser.zero_grad()
+        x = X.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=half), record_kl() as kl:
+            output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True) if checkpointed else model(x)
+        loss = elbo(output.float().square().mean(), kl.total(), kl_weight=0.1).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimiser)
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    exact, scaled = gradients(False), gradients(True)
+    # 11 bits in the projections and their gradients
+    assert float((scaled - exact).norm() / exact.norm()) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

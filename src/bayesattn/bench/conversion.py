@@ -40,7 +40,8 @@ def run(
     torch.set_num_threads(1)
     try:
         for dropout in (0.1, 0.0):
-            config = BertConfig(**(SIZES if sizes is None else sizes), attention_probs_dropout_prob=dropout)
+            settings = {**(SIZES if sizes is None else sizes), "attention_probs_dropout_prob": dropout}
+            config = BertConfig.from_dict(settings)
             _run_case(suite, f"bert-mini b{batch} n{length} dropout {dropout:g}", config, batch, length, rounds)
     finally:
         torch.set_num_threads(threads)
@@ -49,7 +50,8 @@ def run(
 
 def _run_case(suite: Suite, case: str, config: BertConfig, batch: int, length: int, rounds: int) -> None:
     torch.manual_seed(0)
-    original = BertForSequenceClassification(config).to(suite.device)
+    original: nn.Module = BertForSequenceClassification(config)
+    original.to(suite.device)
     converted, without_kl = (bayesianize(copy.deepcopy(original), AttentionConfig(v)) for v in ("BAM-WC", "BAM-NOKL"))
     mask = torch.ones(batch, length, dtype=torch.long, device=suite.device)
     mask[::2, -(length // 4) :] = 0

@@ -17,7 +17,9 @@ from bayesattn.recording import KLScope, record_kl
 
 
 class KLCallback(pl.Callback):
-    """Turns the loss of any LightningModule with Bayesian attention into the negative ELBO; logs `kl` and `kl_weight`.
+    """Turns the loss of any LightningModule with Bayesian attention into the negative ELBO.
+
+    Logs `nll` (the loss that `training_step` returned), `kl` and `kl_weight`.
 
     Args:
         schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1. It follows
@@ -50,10 +52,11 @@ class KLCallback(pl.Callback):
             )
         weight = self.schedule(trainer.global_step)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        factor = weight / self.labels_per_example / trainer.accumulate_grad_batches
-        kl = scope.total().to(loss.device)
-        loss.add_(kl * (factor * (1.0 if scaler is None else scaler.get_scale())))
-        pl_module.log_dict({"kl": kl.detach(), "kl_weight": weight})
+        # what the loss that training_step returned was multiplied by before it came here
+        factor = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
+        nll, kl = loss.detach() / factor, scope.total().to(loss.device)
+        loss.add_(kl * (factor * weight / self.labels_per_example))
+        pl_module.log_dict({"nll": nll, "kl": kl.detach(), "kl_weight": weight})
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave no scope open."""

@@ -118,6 +118,15 @@ def test_compiles_to_one_graph_with_the_kl(name):
     out, kl = compiled(**inputs)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kl, expected_kl, rtol=1e-4, atol=1e-4)
+    gradients = []
+    for total in (expected_kl, kl):
+        model.zero_grad()
+        total.backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert set(gradients[0]) <= set(gradients[1])
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-3, atol=1e-4, msg=key)
+    model.zero_grad()
     model.train()
     _, kl = compiled(**inputs)
     kl.backward()

@@ -56,6 +56,19 @@ def test_before_is_the_deterministic_model():
     assert result.before.aurc == pytest.approx(float(metrics.aurc(confidence, right)), rel=1e-5)
 
 
+def test_after_is_the_m_sample_predictive_with_the_chosen_noise():
+    model = build("bert")
+    data = batches(model, 0.3, count=1)
+    result = tune_noise(bayesianize(model, ba.AttentionConfig("BAM-WC")), data, candidates=[2.0], num_samples=4, seed=6)
+    predicted = ba.predict(model, {"input_ids": data[0]["input_ids"]}, num_samples=4, seed=6)
+    probabilities, labels = predicted.mean, data[0]["labels"]
+    confidence, right = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
+    assert result.after.nll == pytest.approx(float(metrics.negative_log_likelihood(probabilities, labels).mean()), rel=1e-5)
+    assert result.after.ece == pytest.approx(float(metrics.expected_calibration_error(confidence, right)), rel=1e-5)
+    assert result.after.aurc == pytest.approx(float(metrics.aurc(confidence, right)), rel=1e-5)
+    assert all(f"{name}  " in str(result) for name in ("nll", "ece", "aurc"))
+
+
 def test_layer_by_layer_is_at_least_as_good():
     model = build("bert")
     data = batches(model, 0.4)

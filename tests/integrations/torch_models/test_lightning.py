@@ -64,6 +64,35 @@ def test_kl_weighs_the_same_under_accumulation(batch, accumulation, tmp_path):
         step = before[f"net.{name}"] - module.get_parameter(f"net.{name}").detach()
         torch.testing.assert_close(step, parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
     assert float(trainer.callback_metrics["kl"]) > 0
+    if accumulation == 1:
+        assert float(trainer.callback_metrics["nll"]) == pytest.approx(float(nll.detach()), rel=1e-5)
+
+
+class Weights(pl.Callback):
+    """Notes the KL weight of every optimiser step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(float(trainer.callback_metrics["kl_weight"]))
+
+
+def test_the_schedule_follows_the_steps_and_resumes_with_a_checkpoint(tmp_path):
+    def fit(epochs: int, checkpoint: str | None = None) -> tuple[pl.Trainer, list[float]]:
+        weights = Weights()
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=epochs, callbacks=[KLCallback(ba.KLSchedule("linear", period=4.0)), weights],
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(Module(), torch.utils.data.DataLoader(data(), batch_size=4), ckpt_path=checkpoint)
+        return trainer, weights.seen
+
+    trainer, seen = fit(1)
+    assert seen == [0.0, 0.25]
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    assert fit(2, str(tmp_path / "half.ckpt"))[1] == [0.5, 0.75]
 
 
 def test_a_scope_is_not_left_open_by_an_error(tmp_path):
