@@ -2,7 +2,7 @@
 
     python benchmarks/soak/kills.py digits wc --set training.epochs=20 --set train_size=60 --kills 50
 
-A checkpoint is written after every step, so that many kills fall into a write. Each run is killed again and again until
+A checkpoint is written after every step, and every second kill waits until one is being written. Each run is killed again and again until
 it gets through; then its parameters and its log have to equal those of the undisturbed run byte for byte.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
             while not (folder / "run.json").exists():
                 # the last attempt of each run is left alone, or a long run would be killed for ever
                 delay = draw.uniform(0.0, seconds) if kills + killed < arguments.kills else None
-                status = in_child(start(folder), delay)
+                status = in_child(start(folder), delay, folder / "checkpoints" if (kills + killed) % 2 else None)
                 if status == 0:
                     break
                 assert status == -signal.SIGKILL, f"run {runs} ended with {status}"
@@ -62,8 +62,11 @@ def main() -> None:
     print(json.dumps({**facts, "runs": runs, "exact": runs, "seconds": round(time.monotonic() - began, 1)}))
 
 
-def in_child(work: Callable[[], object], delay: float | None) -> int:
-    """Run `work` in a child process; kill it after `delay` seconds. Returns its exit code, or minus the signal."""
+def in_child(work: Callable[[], object], delay: float | None, watched: Path | None = None) -> int:
+    """Run `work` in a child process; kill it after `delay` seconds, or at the first write into `watched` after that.
+
+    Returns its exit code, or minus the signal.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -77,10 +80,11 @@ def in_child(work: Callable[[], object], delay: float | None) -> int:
         done, status = os.waitpid(child, 0 if deadline is None else os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        if deadline is not None and time.monotonic() >= deadline:
+        is_time = deadline is not None and time.monotonic() >= deadline
+        if is_time and (watched is None or any(watched.glob(".*.part"))):
             os.kill(child, signal.SIGKILL)
             deadline = None
-        time.sleep(0.002)
+        time.sleep(0.0005 if is_time else 0.002)
 
 
 if __name__ == "__main__":
