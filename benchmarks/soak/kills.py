@@ -1,9 +1,9 @@
 """Kill training runs at random moments with SIGKILL, resume them, and compare with a run that was left in peace.
 
-    python benchmarks/soak/kills.py digits wc --set training.epochs=20 --set train_size=60 --kills 50
+    python benchmarks/soak/kills.py digits wc --set training.epochs=5 --set train_size=60 --kills 50
 
-A checkpoint is written after every step, and every second kill waits until one is being written. Each run is killed again and again until
-it gets through; then its parameters and its log have to equal those of the undisturbed run byte for byte.
+A checkpoint is written after every step, and every second kill waits until one is being written. Each run is killed
+again and again until it gets through; then its parameters and its log have to equal those of the undisturbed run.
 """
 
 import argparse

@@ -19,6 +19,7 @@ from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
 from bayesattn.ops.precision import shared, upcast
+from bayesattn.recording import is_observing_entropy, note_entropy
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)
@@ -83,6 +84,8 @@ def attention_weights(
         else:
             weights = masked_softmax(full, mask)
         kl = _kl(full, prior, mask, config) if need_kl else None
+        if is_observing_entropy():
+            note_entropy(masked_softmax(full.detach(), mask), mask)
     return weights.to(scores.dtype).reshape(shape), kl
 
 
@@ -140,6 +143,8 @@ def attention(
     _checks.choice("backend", backend, BACKENDS)
     if check_finite:
         _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=allowed.mask)
+    if is_observing_entropy():
+        _observe(query, key, allowed, bias, scale)
     if sample and config.is_stochastic:
         seed = keyed.next_seeds(query.shape[0], query.device) if seed is None else seed
         wants_kl = need_kl and config.has_kl
@@ -201,6 +206,14 @@ def _mean_attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+@torch.no_grad()
+def _observe(query: Tensor, key: Tensor, allowed: Allowed, bias: Tensor | None, scale: float | None) -> None:
+    with torch.autocast(query.device.type, enabled=False):
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        mask = allowed.dense(query.device)
+        note_entropy(masked_softmax(reference.dot_product_scores(query, key, scale=factor, bias=bias), mask), mask)
 
 
 def _kl(scores: Tensor, prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:

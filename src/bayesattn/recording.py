@@ -226,3 +226,47 @@ class _Link(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         return grad_output, None
+
+
+@dataclass
+class EntropyScope:
+    """Sum over examples of the normalised entropy of their attention, and how many they are."""
+
+    total: Tensor | float = 0.0
+    count: int = 0
+
+
+@contextmanager
+def observe_entropy() -> Iterator[EntropyScope]:
+    """Open a scope that measures how spread the mean attention weights of every call in this thread are.
+
+    Of each row the entropy of softmax(Φ), divided by the logarithm of its number of allowed keys: 1 is uniform, 0 one key.
+    Rows with a single key or none say nothing and are left out. It costs a pass over the scores, so not for every step.
+    """
+    before, _local.entropy = getattr(_local, "entropy", None), EntropyScope()
+    try:
+        yield _local.entropy
+    finally:
+        _local.entropy = before
+
+
+def is_observing_entropy() -> bool:
+    """Whether a call's scores are wanted by an `observe_entropy()` scope."""
+    return getattr(_local, "entropy", None) is not None and not _in_backward()
+
+
+def note_entropy(weights: Tensor, mask: Tensor | None) -> None:
+    """Add one call to the open `observe_entropy()` scope.
+
+    Args:
+        weights: Mean weights, `b h m n`.
+        mask: True where a query may attend, broadcastable to the weights.
+    """
+    scope: EntropyScope = _local.entropy
+    weights = weights.detach()
+    keys = weights.new_full((), weights.shape[-1]) if mask is None else mask.expand_as(weights).sum(dim=-1)
+    has_choice = (keys > 1).expand(weights.shape[:-1])
+    share = torch.special.entr(weights).sum(dim=-1) / torch.log(keys.clamp(min=2).to(weights.dtype))
+    rows = has_choice.sum(dim=(1, 2)).clamp(min=1)
+    scope.total = scope.total + ((share * has_choice).sum(dim=(1, 2)) / rows).sum()
+    scope.count += weights.shape[0]

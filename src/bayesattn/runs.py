@@ -5,6 +5,7 @@
       checkpoint.safetensors    the model's parameters
       log.jsonl, log.csv        one JSON object, or line, per epoch
       checkpoints/              where an unfinished run stands, for `--resume`; gone when it is complete
+      failure.json              the step at which a run stopped because a number was not finite
       tensorboard/              the log as TensorBoard events, where asked for
       predictions.safetensors   per split: sampled probabilities, labels, optional inputs and attention
       metrics.json              what `bayesattn evaluate` measured
@@ -48,6 +49,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 TENSORBOARD_FOLDER = "tensorboard"
 PREDICTIONS_FILE = "predictions.safetensors"
 METRICS_FILE = "metrics.json"
+FAILURE_FILE = "failure.json"
 REPORT_FILE = "report.html"
 
 # versions worth knowing when a number has to be explained
@@ -262,8 +264,8 @@ def make_run_folder(folder: Path, *, overwrite: bool = False) -> None:
     check_run_folder(folder, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     # run.json first: without it the rest no longer counts as a run
-    names = (RUN_FILE, CHECKPOINT_FILE, LOG_FILE, LOG_TABLE_FILE, PREDICTIONS_FILE, METRICS_FILE, REPORT_FILE)
-    for name in names:
+    results = (CHECKPOINT_FILE, LOG_FILE, LOG_TABLE_FILE, FAILURE_FILE, PREDICTIONS_FILE, METRICS_FILE, REPORT_FILE)
+    for name in (RUN_FILE, *results):
         (folder / name).unlink(missing_ok=True)
     for name in (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER):
         if (folder / name).is_dir():

@@ -49,7 +49,9 @@ def fit(name: str, out: Path) -> None:
     experiment.optimizer = torch.optim.SGD(experiment.model.parameters(), lr=0.05, momentum=0.5)
     experiment.scheduler = None
     log = train(experiment, config.training, seed=config.seed)
-    save(out, {"rows": log.rows, "parameters": whole(experiment.model.state_dict())})
+    save(
+        out, {"rows": log.rows, "parameters": {name: whole(value) for name, value in experiment.model.state_dict().items()}}
+    )
 
 
 def save(out: Path, value: dict) -> None:

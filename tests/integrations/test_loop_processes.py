@@ -29,7 +29,9 @@ def assert_same_training(folder, one, other):
             # float64 sums in another order, carried through twelve steps
             assert row[name] == pytest.approx(same[name], rel=1e-10), (name, row, same)
     for name, value in first["parameters"].items():
-        torch.testing.assert_close(second["parameters"][name], value, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            second["parameters"][name], value, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,4 +1,4 @@
-"""A tiny experiment that uses everything a resumed run has to repeat: dropout, attention noise, all generators, schedules."""
+"""A tiny experiment with everything a resumed run has to repeat: dropout, attention noise, all generators, schedules."""
 
 import random
 from dataclasses import dataclass, field

@@ -248,7 +248,7 @@ def test_elapsed_time_decides_about_checkpoints_and_the_calendar_does_not(tmp_pa
     config = TinyConfig(training(checkpoint_seconds=0.0))
     with pytest.raises(Killed):
         run(tmp_path, config, kill_at=4)
-    assert [path.name for path in _checkpoints.Checkpoints(tmp_path, {}).paths()][0] == "step-0000000003.safetensors"
+    assert _checkpoints.Checkpoints(tmp_path, {}).paths()[0].name == "step-0000000003.safetensors"
 
 
 def test_state_returns_bit_for_bit(tmp_path):

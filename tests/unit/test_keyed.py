@@ -114,8 +114,10 @@ def test_activation_checkpointing_repeats_the_noise(use_reentrant):
             y = x.clone().requires_grad_()
             with record_kl() as kl:
                 for _ in range(3):
-                    call = lambda y, module=module: y + attend(module, y)
-                    y = checkpoint(call, y, use_reentrant=use_reentrant) if is_checkpointed else call(y)
+                    if is_checkpointed:
+                        y = y + checkpoint(attend, module, y, use_reentrant=use_reentrant)
+                    else:
+                        y = y + attend(module, y)
             (y.square().sum() + kl.total()).backward()
         gradients.append([parameter.grad for parameter in module.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last two, each checked when it is read, and refused for another run than the one they are of."""
+"""The checkpoints of a run: the last two, each checked when it is read, and refused for another run than theirs."""
 
 import itertools
 import warnings
@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from bayesattn.recipes._state import read_state, write_state
-from bayesattn.runs import CHECKPOINTS_FOLDER, RunError, remove_leftovers, write_log
+from bayesattn.runs import CHECKPOINTS_FOLDER, FAILURE_FILE, RunError, remove_leftovers, write_json, write_log
 
-# settings that decide when a checkpoint is written, and nothing that is computed
-FREE_SETTINGS = frozenset({"config.training.checkpoint_steps", "config.training.checkpoint_seconds"})
+# settings that change nothing that has been computed: when to save, and what to do about a step that is yet to go wrong
+FREE_SETTINGS = frozenset(f"config.training.{name}" for name in ("checkpoint_steps", "checkpoint_seconds", "on_nonfinite"))
 KEPT = 2
 
 
@@ -34,7 +34,7 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*.safetensors"), reverse=True)
 
     def save(self, step: int, flat: tuple[Any, dict[str, Tensor]], rows: list[dict[str, Any]]) -> Path:
-        """Write what `flatten` made of `{"identity": …, "state": …}`, then remove all but the last two; and the log so far."""
+        """Write what `flatten` made of `{"identity": …, "state": …}` and the log so far; remove all but the last two."""
         path = self.folder / f"step-{step:010d}.safetensors"
         write_state(path, flat)
         if rows:
@@ -43,13 +43,19 @@ class Checkpoints:
             old.unlink(missing_ok=True)
         return path
 
+    def write_failure(self, facts: dict[str, Any]) -> Path:
+        """Write what is known about a step that went wrong, as JSON."""
+        write_json(self.run / FAILURE_FILE, facts)
+        return self.run / FAILURE_FILE
+
     def load(self) -> dict[str, Any] | None:
         """Return the newest state that can be read, or None where there is no checkpoint; warn about damaged ones.
 
         Raises:
             RunError: The state is of another run, or no checkpoint can be read.
         """
-        remove_leftovers(self.folder)
+        for folder in (self.run, self.folder):
+            remove_leftovers(folder)
         paths, reasons = self.paths(), []
         for path in paths:
             try:

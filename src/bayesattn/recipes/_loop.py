@@ -27,10 +27,20 @@ from torch import Tensor, nn
 from bayesattn.keyed import example_seeds, keyed_noise
 from bayesattn.objective import KLSchedule, elbo
 from bayesattn.recipes._checkpoints import Checkpoints
+from bayesattn.recipes._guards import Diverged, detect_collapse, diagnose, gradient_norm
 from bayesattn.recipes._interrupts import Interrupted, watch_signals
-from bayesattn.recipes._state import flatten, like, load_model, load_optimizer, random_state, set_random_state
+from bayesattn.recipes._state import (
+    Generators,
+    flatten,
+    like,
+    load_model,
+    load_optimizer,
+    random_state,
+    set_random_state,
+    whole,
+)
 from bayesattn.recipes._train import MetricLog, seed_everything
-from bayesattn.recording import record_kl
+from bayesattn.recording import EntropyScope, observe_entropy, record_kl
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class TrainingConfig:
         patience: Epochs without a better value of `keep` after which training stops; None never stops early.
         noise: `generator` draws attention noise from torch's generator, for each process from its own. `keyed` makes it a
             function of (seed, step, example, call): the same whatever the number of processes.
+        on_nonfinite: What to do when the loss or a gradient is not finite: `stop` with the place named and the state before
+            the step saved, or `skip` the step and count it. Looking costs one wait for the device a step.
         checkpoint_steps: Optimiser steps between two checkpoints; None does not count steps.
         checkpoint_seconds: Seconds between two checkpoints; None does not look at the time.
     """
@@ -63,6 +75,7 @@ class TrainingConfig:
     keep_mode: Literal["min", "max"] = "min"
     patience: int | None = None
     noise: Literal["generator", "keyed"] = "generator"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     checkpoint_steps: int | None = None
     checkpoint_seconds: float | None = 60.0
 
@@ -134,7 +147,10 @@ class Experiment:
         return len(rows) - 1 - last_best >= config.patience
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what of the experiment itself changes while training, for checkpoints; plain values and tensors."""
+        """Return a copy of what changes in the experiment itself while it trains; asked for before every step.
+
+        Plain values and tensors, for checkpoints.
+        """
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -169,6 +185,10 @@ def train(
     return _Loop(experiment, config, seed, on_progress, on_row, checkpoints).run()
 
 
+# what each process adds up for its own examples
+SUMS = ("nll", "kl", "entropy", "observed")
+
+
 @dataclass
 class Standing:
     """Where a run stands between two optimiser steps.
@@ -177,18 +197,20 @@ class Standing:
         step: Optimiser steps done.
         epoch: Epochs done.
         batch: Optimiser steps done in the epoch that has begun.
-        sums: Of this epoch: NLL and KL of this process' examples; labels and examples of all.
+        sums: Of this epoch: NLL, KL and attention entropy of this process' examples; labels and examples of all.
         rows: The log.
         best: Parameters to keep, if they are not the last.
+        skipped: Steps left out because a number was not finite.
         seconds: Spent so far.
     """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
-    sums: dict[str, Any] = field(default_factory=lambda: {"nll": 0.0, "kl": 0.0, "labels": 0, "examples": 0})
+    sums: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0) | {"labels": 0, "examples": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Tensor] | None = None
+    skipped: int = 0
     seconds: float = 0.0
 
 
@@ -208,6 +230,7 @@ class _Loop:
         self.model, self.optimizer = self.accelerator.prepare(experiment.model, experiment.optimizer)
         self.total = num_steps(experiment, config)
         self.at = Standing()
+        self.generators, self.extra = random_state(), experiment.extra_state()
         if self.rank > 0:
             # the same model everywhere, but dropout and noise of its own in every process
             seed_everything(_process_seed(seed, self.rank))
@@ -227,6 +250,7 @@ class _Loop:
                     set_random_state(generators)
                     generators = None
                 for indices in batches[self.at.batch :]:
+                    self.generators, self.extra = random_state(), self.experiment.extra_state()
                     wants_end, is_due = self._agree(bool(signals), self._is_due())
                     self.at.seconds = seconds_before + time.monotonic() - started
                     if is_due or wants_end:
@@ -274,42 +298,98 @@ class _Loop:
     def _step(self, indices: Int[Tensor, " b"]) -> None:
         """Make one optimiser step on the examples `indices`, of which this process takes its share."""
         parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
-        batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
+        batches = self._collate(indices, parts)
         counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
         labels = int(self._sum_over_processes(torch.tensor(sum(counts))))
+        new: dict[str, Any] = dict.fromkeys(SUMS, 0.0)
+        loss = torch.zeros((), device=self.device)
         for index, (part, batch) in enumerate(zip(parts, batches)):
-            batch = {name: _move(value, self.device) for name, value in batch.items()}
             # DDP averages over processes: times their number, the average is the sum. A process without an example takes
             # part in every exchange, and adds nothing
-            nll_factor, kl_factor = self.world / labels * bool(len(part)), self.world * len(part) / len(indices)
+            has_examples = float(len(part) > 0)
             is_last = index == len(parts) - 1
             sync = nullcontext() if is_last else self.accelerator.no_sync(self.model)
-            with self._noise(part if len(part) else indices[:1]), sync:
-                with self._autocast(), record_kl() as scope:
-                    nll = self.experiment.nll(self.model, batch)
-                kl = scope.total() if len(scope) else nll.new_zeros(())
-                loss = elbo(
-                    nll * nll_factor,
-                    kl * kl_factor,
+            with self._noise(part, indices), sync:
+                nll, kl, entropy = self._forward(self.model, batch, observe=self.at.batch == 0)
+                part_loss = elbo(
+                    nll * (has_examples * self.world / labels),
+                    kl * (self.world * len(part) / len(indices)),
                     kl_weight=self.config.kl_schedule(self.at.step),
                     labels_per_example=labels / len(indices),
                 ).loss
-                self.accelerator.backward(loss)
-            self.at.sums["nll"] = self.at.sums["nll"] + nll.detach() * bool(len(part))
-            self.at.sums["kl"] = self.at.sums["kl"] + kl.detach() * len(part)
-        self.at.sums["labels"] += labels
-        self.at.sums["examples"] += len(indices)
-        if self.config.clip_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.optimizer.step()
+                self.accelerator.backward(part_loss)
+            loss = loss + part_loss.detach()
+            own = (nll.detach(), kl.detach() * len(part), entropy.total, entropy.count)
+            new = {name: new[name] + value * has_examples for name, value in zip(SUMS, own)}
+        if self._is_finite(loss):
+            for name, value in {**new, "labels": labels, "examples": len(indices)}.items():
+                self.at.sums[name] = self.at.sums[name] + value
+            self.optimizer.step()
+            if self.experiment.scheduler is not None:
+                self.experiment.scheduler.step()
+        elif self.config.on_nonfinite == "skip":
+            self.at.skipped += 1
+        else:
+            self._stop(indices, parts, batches, float(loss))
         self.optimizer.zero_grad()
-        if self.experiment.scheduler is not None:
-            self.experiment.scheduler.step()
 
-    def _noise(self, examples: Int[Tensor, " b"]) -> AbstractContextManager[None]:
+    def _collate(self, indices: Int[Tensor, " b"], parts: Sequence[Int[Tensor, " part"]]) -> list[dict[str, Any]]:
+        """Return the micro-batches on the device; where a share is empty, the step's first example stands in."""
+        batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
+        return [{name: _move(value, self.device) for name, value in batch.items()} for batch in batches]
+
+    def _forward(self, model: nn.Module, batch: dict[str, Any], observe: bool) -> tuple[Tensor, Tensor, EntropyScope]:
+        """Return NLL and KL of a micro-batch, and the entropy of its attention if it is to be observed."""
+        with (
+            self._autocast(),
+            record_kl() as scope,
+            observe_entropy() if observe else nullcontext(EntropyScope()) as entropy,
+        ):
+            nll = self.experiment.nll(model, batch)
+        return nll, scope.total() if len(scope) else nll.new_zeros(()), entropy
+
+    def _is_finite(self, loss: Tensor) -> bool:
+        """Clip the gradient, and say whether it and the loss are finite in all processes."""
+        if self.config.clip_norm is not None:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+            assert norm is not None
+        else:
+            norm = gradient_norm(self.model)
+        # a sum is finite only if all its terms are
+        return math.isfinite(self._sum_over_processes(whole(norm).to(loss.device) + loss))
+
+    def _stop(
+        self, indices: Int[Tensor, " b"], parts: Sequence[Int[Tensor, " part"]], batches: list[dict[str, Any]], loss: float
+    ) -> None:
+        """Save the state before the step, find out what went wrong in it, and raise."""
+        saved = ""
+        if self.checkpoints is not None:
+            self._save()
+            saved = f"; the state before the step is saved in {self.checkpoints.folder}"
+        # the same draws again
+        set_random_state(self.generators)
+        left = iter(parts)
+
+        def forward(batch: dict[str, Any]) -> None:
+            with self._noise(next(left), indices):
+                self._forward(self.experiment.model, batch, observe=False)
+
+        reasons = diagnose(self.experiment.model, batches, forward)
+        if self.checkpoints is not None and self.rank == 0:
+            facts = {"step": self.at.step, "epoch": self.at.epoch, "batch": self.at.batch, "loss": str(loss)}
+            path = self.checkpoints.write_failure({**facts, "not_finite": reasons, "examples": indices.tolist()})
+            saved = f"{saved}, its examples are in {path.name}"
+        shown = f"{indices[:5].tolist()}"[:-1] + (", …]" if len(indices) > 5 else "]")
+        raise Diverged(
+            f"not finite at step {self.at.step} (epoch {self.at.epoch}, batch {self.at.batch}, examples {shown}): "
+            f"{'; '.join(reasons) or 'the loss alone'}; the loss is {loss}{saved}. A smaller learning rate, clip_norm or "
+            "on_nonfinite: skip may help"
+        )
+
+    def _noise(self, part: Int[Tensor, " part"], indices: Int[Tensor, " b"]) -> AbstractContextManager[None]:
         if self.config.noise == "generator":
             return nullcontext()
-        return keyed_noise(example_seeds(self.seed, self.at.step, examples))
+        return keyed_noise(example_seeds(self.seed, self.at.step, part if len(part) else indices[:1]))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
@@ -319,13 +399,18 @@ class _Loop:
         self.model.eval()
         with torch.no_grad(), self._autocast():
             measured = self.experiment.validate(self.model)
-        sums = self.at.sums
+        if not self.at.sums["labels"]:
+            raise Diverged(f"every step of epoch {self.at.epoch} was skipped: no loss and gradient in it was finite")
+        sums = {name: float(self._sum_over_processes(torch.as_tensor(self.at.sums[name]))) for name in SUMS}
+        sums |= {name: self.at.sums[name] for name in ("labels", "examples")}
         row: dict[str, Any] = {
             "epoch": self.at.epoch,
             "step": self.at.step,
             "kl_weight": self.config.kl_schedule(self.at.step - 1),
-            "train_nll": float(self._sum_over_processes(sums["nll"])) / sums["labels"],
-            "train_kl": float(self._sum_over_processes(sums["kl"])) / sums["examples"],
+            "train_nll": sums["nll"] / sums["labels"],
+            "train_kl": sums["kl"] / sums["examples"],
+            **({"attention_entropy": sums["entropy"] / sums["observed"]} if sums["observed"] else {}),
+            **({"skipped_steps": self.at.skipped} if self.config.on_nonfinite == "skip" else {}),
             **measured,
         }
         best_row = next((row for row in reversed(self.at.rows) if row["is_best"]), None)
@@ -333,7 +418,11 @@ class _Loop:
         if row["is_best"] and self.config.keep != "last":
             state = self.experiment.model.state_dict()
             self.at.best = {name: value.detach().clone() for name, value in state.items()}
+        known = detect_collapse(self.at.rows)
         self.at.rows.append(row)
+        for name, text in detect_collapse(self.at.rows).items():
+            if name not in known and self.rank == 0:
+                warnings.warn(f"after epoch {self.at.epoch}: {text}", UserWarning, stacklevel=2)
         self.at.epoch += 1
         self.at.batch, self.at.sums = 0, Standing().sums
         self.on_row(row)
@@ -342,7 +431,7 @@ class _Loop:
         """Write a checkpoint; every process takes part, the first one writes. The random generators stay where they are."""
         assert self.checkpoints is not None
         scheduler = self.experiment.scheduler
-        own = {"random": random_state(), "sums": {name: _to_cpu(value) for name, value in self.at.sums.items()}}
+        own = {"random": self.generators.pack(), "sums": {name: _to_cpu(value) for name, value in self.at.sums.items()}}
         flat = flatten(
             {
                 "identity": self.checkpoints.identity,
@@ -352,16 +441,16 @@ class _Loop:
                     "model": self.experiment.model.state_dict(),
                     "optimizer": self.experiment.optimizer.state_dict(),
                     "scheduler": None if scheduler is None else scheduler.state_dict(),
-                    "experiment": self.experiment.extra_state(),
+                    "experiment": self.extra,
                 },
             }
         )
         if self.rank == 0:
             self.checkpoints.save(self.at.step, flat, self.at.rows)
-        set_random_state(own["random"])
+        set_random_state(self.generators)
         self.saved_at, self.saved_step = time.monotonic(), self.at.step
 
-    def _load(self) -> dict[str, Any] | None:
+    def _load(self) -> Generators | None:
         """Go to where the newest checkpoint stands; returns the states of this process' random generators."""
         state = None if self.checkpoints is None else self.checkpoints.load()
         if state is None:
@@ -380,7 +469,7 @@ class _Loop:
         if len(processes) == self.world:
             own = processes[self.rank]
             self.at.sums = {name: _move(value, self.device) for name, value in own["sums"].items()}
-            return own["random"]
+            return Generators.unpack(own["random"])
         warnings.warn(
             f"the run was begun with {len(processes)} processes and goes on with {self.world}: examples, attention noise "
             "keyed by example and the objective stay the same, dropout masks do not",
@@ -388,7 +477,7 @@ class _Loop:
             stacklevel=3,
         )
         self.at.sums = {**processes[0]["sums"]}
-        for name in ("nll", "kl"):
+        for name in SUMS:
             total = sum(process["sums"][name] for process in processes)
             self.at.sums[name] = _move(total if self.rank == 0 else total * 0.0, self.device)
         seed_everything(_process_seed(self.seed, self.rank, self.at.step))

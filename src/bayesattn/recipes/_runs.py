@@ -100,7 +100,7 @@ def train_run(
     log = train(
         experiment, config.training, seed=config.seed, on_progress=on_progress, on_row=on_row, checkpoints=checkpoints
     )
-    parameters = whole(experiment.model.state_dict())
+    parameters = {name: whole(value) for name, value in experiment.model.state_dict().items()}
     if processes.is_main_process:
         write_tensors(out / CHECKPOINT_FILE, parameters)
         write_log(out, log.rows)

@@ -1,4 +1,4 @@
-"""The state of a training run as tensors and JSON, exactly and without pickle: one safetensors file that carries its checksum.
+"""The state of a training run as tensors and JSON, exactly and without pickle: one safetensors file with its checksum.
 
 A state is a tree of dictionaries, lists, tuples, numbers, strings and tensors, as `state_dict()` of optimisers and
 schedulers returns them. `flatten` takes the tensors out of the tree and leaves JSON; `restore` puts them back. Every
@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def flatten(value: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         if isinstance(value, Tensor):
-            tensors[path] = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+            tensors[path] = whole(value.detach())
             return {"$tensor": path}
         if isinstance(value, list):
             return [visit(item, f"{path}/{index}") for index, item in enumerate(value)]
@@ -103,35 +103,56 @@ def _digest(text: str, tensors: dict[str, Tensor]) -> str:
     result = hashlib.sha256(text.encode())
     for name, value in sorted(tensors.items()):
         result.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        result.update(value.reshape(-1).view(torch.uint8).numpy())
+        result.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
     return result.hexdigest()
 
 
-def random_state() -> dict[str, Any]:
-    """Return where the generators of Python, numpy and torch stand in this process."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": (kind, torch.tensor(keys.astype(np.int64)), position, has_gauss, cached),  # type: ignore[union-attr]
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
+class Generators(NamedTuple):
+    """Where the generators of Python, numpy and torch stand in this process, as they give it."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    cuda: Tensor | None
+
+    def pack(self) -> dict[str, Any]:
+        """Return it as plain values and tensors, for a checkpoint."""
+        version, words, gauss = self.python
+        kind, keys, *rest = self.numpy
+        return {
+            "python": (version, torch.tensor(words), gauss),
+            "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+            "torch": self.torch,
+            "cuda": self.cuda,
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> "Generators":
+        """Undo `pack`."""
+        version, words, gauss = packed["python"]
+        kind, keys, *rest = packed["numpy"]
+        python = version, tuple(words.tolist()), gauss
+        return cls(python, (kind, keys.numpy().astype(np.uint32), *rest), packed["torch"], packed["cuda"])
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def random_state() -> Generators:
+    """Return where all generators stand; cheap enough for every step."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return Generators(random.getstate(), tuple(np.random.get_state(legacy=True)), torch.get_rng_state(), cuda)
+
+
+def set_random_state(state: Generators) -> None:
     """Put all generators back to where they stood."""
-    python, (kind, keys, position, has_gauss, cached) = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+    if state.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state.cuda)
 
 
-def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state_dict with sharded tensors put together; every process has to call it."""
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+def whole(value: Tensor) -> Tensor:
+    """Return a tensor put together where it is sharded; then every process has to call it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(value: Any, target: Any) -> Any:
