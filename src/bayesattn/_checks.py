@@ -91,6 +91,33 @@ def prior(
     return value if value.shape[1] in (1, h) else value.repeat_interleave(h // value.shape[1], dim=1)
 
 
+def edge_inputs(scores: Tensor, value: Tensor, num_sources: int, num_edges: int) -> None:
+    """Check scores and values of attention on edges against the graph."""
+    floating("scores", scores)
+    floating("value", value)
+    if scores.ndim != 2 or scores.shape[0] != num_edges:
+        raise ValueError(f"scores has shape {tuple(scores.shape)}; allowed: ({num_edges} edges, heads)")
+    if value.ndim != 3 or value.shape[0] != num_sources or value.shape[1] != scores.shape[1]:
+        raise ValueError(
+            f"value has shape {tuple(value.shape)}; allowed: ({num_sources} sources, {scores.shape[1]} heads, features)"
+        )
+
+
+def edge_prior(value: Tensor | None, heads: int, num_sources: int, config: AttentionConfig, need_kl: bool) -> None:
+    """Check ln Ψ of the sources of a graph."""
+    contextual = config.prior_kind == "contextual"
+    allowed = f"ln Ψ of shape ({num_sources} sources, {heads} heads or 1)"
+    if value is None:
+        if contextual and need_kl:
+            raise ValueError(f"prior is None; allowed for {config.variant}: {allowed}")
+        return
+    if not contextual:
+        raise ValueError(f"prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
+    floating("prior", value)
+    if value.ndim != 2 or value.shape[0] != num_sources or value.shape[1] not in (1, heads):
+        raise ValueError(f"prior has shape {tuple(value.shape)}; allowed: {allowed}")
+
+
 def finite(mask: Tensor | None = None, prior: Tensor | None = None, **tensors: Tensor | None) -> None:
     """Raise on NaN or infinity; ln Ψ may be −inf where a mask may exclude the key."""
     for name, value in tensors.items():

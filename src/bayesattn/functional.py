@@ -1,7 +1,7 @@
-"""The whole method as pure functions: scores → weights, and query, key, value → output, each with its KL.
+"""The whole method as pure functions: scores → weights; query, key, value → output; and the latter on a graph's edges.
 
-Every module, layer and adapter of the library calls these two. They check their arguments, leave autocast (noise,
-softmax and KL are float32 or better) and choose a backend; the mathematics is in `ops/attention`.
+Every module, layer and adapter of the library calls these three. They check their arguments, leave autocast (noise,
+softmax and KL are float32 or better) and choose a backend; the mathematics is in `ops/attention` and `ops/segment`.
 """
 
 from typing import Literal, get_args
@@ -19,10 +19,17 @@ from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
 from bayesattn.ops.precision import shared, upcast
+from bayesattn.ops.segment import csr, plain
+from bayesattn.ops.segment import reference as segment_reference
+from bayesattn.ops.segment import support as segment_support
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.reference import PRIOR_SCOPES, EdgeAttention, PriorScope
 from bayesattn.recording import is_observing_entropy, note_entropy
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)
+EdgeBackend = Literal["auto", "reference", "csr", "triton"]
+EDGE_BACKENDS = get_args(EdgeBackend)
 
 
 def attention_weights(
@@ -171,6 +178,83 @@ def attention(
             scores = reference.dot_product_scores(query, key, scale=factor, bias=bias)
             kl = _kl(scores, prior, allowed.dense(query.device), config)
     return _mean_attention(query, key, value, allowed, bias, dropout_p, scale), kl
+
+
+def edge_attention(
+    scores: Float[Tensor, "e h"],
+    value: Float[Tensor, "n h d"],
+    edges: Edges,
+    *,
+    config: AttentionConfig,
+    prior: Float[Tensor, "n prior_heads"] | None = None,
+    prior_scope: PriorScope = "graph",
+    dropout_p: float = 0.0,
+    seed: Seed | None = None,
+    sample: bool = True,
+    need_kl: bool = True,
+    need_weights: bool = False,
+    backend: EdgeBackend = "auto",
+) -> EdgeAttention:
+    """Bayesian attention on the edges of a graph: O_i = Σ_e W_e V_source(e), W a softmax over the edges into node i.
+
+    Dense attention with the adjacency matrix as its mask gives the same output and KL, in n² instead of e memory.
+
+    Args:
+        scores: Φ of every edge, in the order of `edges`.
+        value: Features of every node that may be a source.
+        edges: The graph, from `Edges.sort`.
+        config: Which posterior, prior and conventions.
+        prior: ln Ψ of every source from a contextual prior, shared by the heads or one each.
+        prior_scope: `graph`: Ψ sums to one over all nodes that are somebody's source, as published; `neighbourhood`: over
+            the sources of each target, as the derivation, one softmax per row, asks.
+        dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
+        seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`).
+        sample: False gives the posterior mean.
+        need_kl: Whether to compute the KL.
+        need_weights: Whether to compute the weights where the backend can do without.
+        backend: `auto` takes `csr` for sorted edges on a CPU and `reference` elsewhere, a GPU included: `triton` runs
+            there by name until it is measured. A named one runs or refuses.
+
+    Returns:
+        Output in the dtype of `value`; weights before and after dropout, None without need; KL of the graph, one entry
+        (zero for variants without one, None if not `need_kl`).
+
+    Raises:
+        ValueError: An argument has a wrong type, shape or value.
+    """
+    _checks.edge_inputs(scores, value, edges.num_sources, len(edges))
+    _checks.edge_prior(prior, scores.shape[1], edges.num_sources, config, need_kl)
+    _checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
+    _checks.probability("dropout_p", dropout_p)
+    _checks.choice("backend", backend, EDGE_BACKENDS)
+    sample = sample and config.is_stochastic
+    wants_kl = need_kl and config.has_kl
+    chosen = _choose_for_edges(backend, segment_support.EdgeCall(scores, value, edges, config, sample, dropout_p))
+    options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
+    options["log_prior"] = None if prior is None else prior.expand(-1, scores.shape[1])
+    with torch.autocast(scores.device.type, enabled=False):
+        if chosen == "triton":
+            from bayesattn.ops.segment import triton
+
+            result = triton.attention(scores, value, edges, need_weights=need_weights, **options)
+        else:
+            ops = csr if chosen == "csr" else plain
+            result = segment_reference.attention(
+                scores, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options
+            )
+    if need_kl and result.kl is None:
+        result = result._replace(kl=_zeros_like_kl(scores.new_zeros(1)))
+    return result
+
+
+def _choose_for_edges(backend: EdgeBackend, call: segment_support.EdgeCall) -> EdgeBackend:
+    if backend == "auto":
+        return "reference" if segment_support.why_not_csr(call) else "csr"
+    reasons = {"triton": segment_support.why_not_triton, "csr": segment_support.why_not_csr}
+    reason = reasons[backend](call) if backend in reasons else ""
+    if reason:
+        raise ValueError(f"backend is {backend!r}, but {reason}; allowed here: 'auto' or 'reference'")
+    return backend
 
 
 def _choose(backend: Backend, call: Call) -> Backend:

@@ -122,6 +122,18 @@ def to_uniform(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Ten
     return halves.to(dtype).add_(_HALF_RANGE + 0.5).mul_(2.0**-16)
 
 
+def to_exponential(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Return E = −ln u from the shifted integers."""
+    return to_uniform(halves, dtype).log_().neg_()
+
+
+def to_normal(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Return ε by Box–Muller from the shifted integers; neighbours on the last axis, whose length is even, share a word."""
+    pairs = to_uniform(halves, dtype).unflatten(-1, (-1, 2))
+    radius, angle = torch.sqrt(-2.0 * torch.log(pairs[..., 0])), 2.0 * math.pi * pairs[..., 1]
+    return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1).flatten(-2)
+
+
 def exponential(
     seed: Seed | None,
     shape: Shape4,
@@ -140,7 +152,7 @@ def exponential(
         generator: Drawn from instead of torch's default one when there is no seed.
     """
     halves = generator_halves(shape, device, generator) if seed is None else counter_halves(seed, shape, device)
-    return to_uniform(halves[..., : shape[-1]], dtype).log_().neg_()
+    return to_exponential(halves[..., : shape[-1]], dtype)
 
 
 def normal(
@@ -155,10 +167,7 @@ def normal(
     if seed is None:
         # torch's own sampler is exact and faster; there is no seed whose draws it would have to match
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
-    pairs = to_uniform(counter_halves(seed, shape, device), dtype).unflatten(-1, (-1, 2))
-    radius, angle = torch.sqrt(-2.0 * torch.log(pairs[..., 0])), 2.0 * math.pi * pairs[..., 1]
-    draws = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
-    return draws.flatten(-2)[..., : shape[-1]]
+    return to_normal(counter_halves(seed, shape, device), dtype)[..., : shape[-1]]
 
 
 def log_noise(

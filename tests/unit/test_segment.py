@@ -5,7 +5,8 @@ import torch
 
 import bayesattn as ba
 from bayesattn import noise
-from bayesattn.ops.segment import reference
+from bayesattn.ops.segment import csr, plain, reference
+from bayesattn.ops.segment.edges import Edges
 from helpers import PRESETS, REDUCTIONS, WITH_KL, kl_oracle
 
 ROWS, SOURCES, HEADS = 7, 5, 3

@@ -50,7 +50,8 @@ def bayesian_part(module: nn.Module) -> BayesianModule | None:
 def detach(model: nn.Module, name: str) -> None:
     """Turn the layer back into PyG's."""
     layer: Any = model.get_submodule(name)
-    layer.__dict__.pop("_edges", None)
+    for transient in ("_call", "_wants_weights", "_weights", "prior_scope", "backend", "value_dropout"):
+        layer.__dict__.pop(transient, None)
     become_plain(layer, _PLAIN[type(layer)])
 
 

@@ -1,145 +1,325 @@
-"""PyG's attention layers with sampled edge weights: subclasses to which `bayesianize` swaps the class of an instance.
+"""PyG's attention layers with sampled edge weights: to construct, or what `bayesianize` turns PyG's instances into.
 
     Φ_e per edge and head → W = softmax over the edges into a node of log S        (Sec. 4.1 of the paper, sparse)
 
-Each overrides the method that holds the softmax, and only while it samples or records; otherwise PyG's own code runs.
-The key of an edge is its source node's projected features. The prior is a softmax over all nodes that are the source of
-some edge, one weight per node shared by all its edges: dense attention with the adjacency matrix as mask does the same.
+The key of an edge is its source node's projected features. Each constructor takes PyG's arguments and, by keyword:
+
+    config         which posterior and prior
+    prior_scope    over which nodes a contextual prior sums to one: `graph`, all nodes that are somebody's source, as
+                   published; `neighbourhood`, the sources of each target, as the derivation, one softmax a row, asks
+    value_dropout  dropout of the features that are averaged, but not of those that scores and prior see
+    backend        passed to `functional.edge_attention`
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
-from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
+from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 
-from bayesattn.nn import BayesianModule
-from bayesattn.ops.precision import upcast
-from bayesattn.ops.segment import reference
-from bayesattn.priors import ContextualPrior
-
-
-class _Edges(NamedTuple):
-    """Scores of the edges, kept from where PyG computes them to where the keys are at hand."""
-
-    scores: Float[Tensor, "e h"]
-    index: Int[Tensor, " e"]
-    num_rows: int
+from bayesattn.config import AttentionConfig
+from bayesattn.functional import EdgeBackend, PriorScope
+from bayesattn.graph.attention import EdgeAttentionModule
 
 
-class _EdgeAttention(BayesianModule):
-    """What the three layers share: from the scores of the edges to weights and KL."""
+class _PairLayer(EdgeAttentionModule):
+    """GAT and GATv2: PyG's forward asks `edge_updater` for the weights, then `propagate` for the sums."""
 
-    flow: str
-    _edges: _Edges | None = None
+    dropout: float
 
-    def _draw(self, scores: Float[Tensor, "e h"], index: Int[Tensor, " e"], num_rows: int | None) -> Float[Tensor, "e h"]:
-        """Return the weights of one draw, or the softmax if only the KL is wanted, and keep the scores for the KL."""
-        if num_rows is None:
-            num_rows = int(index.max()) + 1 if index.numel() else 0
-        with torch.autocast(scores.device.type, enabled=False):
-            phi = upcast(scores)
-            self._edges = _Edges(phi, index, num_rows) if self.needs_kl else None
-            if self.is_sampling:
-                weights = reference.sample_weights(phi, index, num_rows, None, self.config)
-            else:
-                weights = reference.segment_softmax(phi, index, num_rows)
-        return weights.to(scores.dtype)
-
-    def _record_edges(self, output: Tensor, edge_index: Any, keys: Float[Tensor, "n h d"]) -> Tensor:
-        """Record the KL of the scores that `_draw` kept, and forget them."""
-        edges, self._edges = self._edges, None
-        if edges is None:
-            return output
-        with torch.autocast(keys.device.type, enabled=False):
-            log_prior = None
-            if self.bayes_prior is not None:
-                log_prior = edge_log_prior(self.bayes_prior, keys, _sources(edge_index, self.flow))
-            kl = reference.kl_total(edges.scores, log_prior, edges.index, edges.num_rows, self.config)
-        return self._record(output, kl)
-
-
-def edge_log_prior(prior: ContextualPrior, keys: Float[Tensor, "n h d"], sources: Int[Tensor, " e"]) -> Float[Tensor, "e h"]:
-    """Return ln Ψ of every edge's source; Ψ is a softmax over the nodes that are the source of some edge."""
-    has_edge = torch.zeros(keys.shape[0], dtype=torch.bool, device=keys.device).index_fill(0, sources, True)
-    log_prior = prior(keys.transpose(0, 1).unsqueeze(0), has_edge[None, None])
-    return log_prior[0, :, 0].transpose(0, 1)[sources]
-
-
-def _sources(edge_index: Any, flow: str) -> Int[Tensor, " e"]:
-    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
-        raise ValueError(
-            f"edge_index is a {type(edge_index).__name__} of another layout; allowed while the KL of a contextual prior is "
-            "recorded: a tensor of shape (2, edges)"
+    def edge_updater(self, edge_index, size=None, **kwargs):
+        """Return the scores of the edges; weights are drawn in `propagate`, unless PyG passes the messages."""
+        if self._is_stock:
+            return super().edge_updater(edge_index, size=size, **kwargs)  # type: ignore[misc]
+        source, target = self._by_flow(kwargs["alpha"] if "alpha" in kwargs else kwargs["x"])
+        num_targets = len(source) if size is None else self._by_flow(size)[1]
+        call = self._open(edge_index, len(source), num_targets if target is None else len(target))
+        if call.passes_messages:
+            return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)  # type: ignore[arg-type]
+        edge_attr = kwargs["edge_attr"]
+        return self._scores(
+            call.ops.lift_source(source, call.edges),
+            None if target is None else call.ops.lift_target(target, call.edges),
+            None if edge_attr is None else call.edges.from_given(edge_attr),
         )
-    return edge_index[0 if flow == "source_to_target" else 1]
+
+    def propagate(self, edge_index, size=None, **kwargs):
+        """Draw the weights and average; the keys of the prior are the source nodes' features."""
+        call = self._call
+        if call is None:
+            is_watched = self.explain or self.decomposed_layers > 1
+            propagate = MessagePassing.propagate.__get__(self) if is_watched else super().propagate  # type: ignore[misc]
+            return propagate(edge_index, size=size, **kwargs)
+        keys, other = self._by_flow(kwargs["x"])
+        if call.passes_messages:
+            kwargs["x"] = self._by_flow((self._drop_value(keys), other))
+            output = MessagePassing.propagate(self, edge_index, size=size, **kwargs)  # type: ignore[arg-type]
+            output = self._record_messages(call, output, keys)
+        else:
+            output, _, dropped, _ = self._attend(call, kwargs["alpha"], keys, keys, self.dropout)
+            self._weights = call.edges.to_given(dropped) if self._wants_weights and dropped is not None else None
+        self._call = None
+        return output
+
+    def _draw_lifted(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        """Return the weights of edges where PyG has lifted the nodes and passes the messages."""
+        return F.dropout(self._draw(self._scores(source, target, edge_attr)), self._dropout(self.dropout))
+
+    def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        """Return Φ of the edges from what they see of source, target and themselves."""
+        raise NotImplementedError
+
+    def _by_flow(self, pair: Any) -> Any:
+        """Turn what PyG has for its sides 0 and 1 into (source, target), and back."""
+        return pair if self.flow == "source_to_target" else (pair[1], pair[0])
+
+    def _with_weights(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """Ask PyG's forward for its weights, and put the drawn ones where it has the scores."""
+        self._wants_weights = True
+        try:
+            result = forward(*args, return_attention_weights=True)
+            return result if self._weights is None else (result[0], (result[1][0], self._weights))
+        finally:
+            self._wants_weights, self._weights = False, None
 
 
-class BayesianGATConv(_EdgeAttention, GATConv):
-    """`torch_geometric.nn.GATConv` with sampled edge weights."""
+class BayesianGATConv(_PairLayer, GATConv):
+    """`torch_geometric.nn.GATConv` with sampled edge weights.
+
+    Args:
+        in_channels: As in PyG, like the arguments up to `config`.
+        out_channels: Features of a head.
+        heads: Number of heads.
+        concat: Concatenate the heads, or average them.
+        negative_slope: Of the LeakyReLU in Φ.
+        dropout: Of the sampled weights.
+        add_self_loops: Give every node an edge to itself.
+        edge_dim: Features of an edge.
+        fill_value: Edge features of the self loops.
+        bias: Learn an additive bias.
+        residual: Add a learned skip connection.
+        config: Which posterior and prior.
+        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        value_dropout: Dropout of the averaged features.
+        backend: Of `functional.edge_attention`.
+        **kwargs: Of PyG's `MessagePassing`.
+
+    Example:
+        >>> import torch
+        >>> layer = BayesianGATConv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        residual: bool = False,
+        *,
+        config: AttentionConfig,
+        prior_scope: PriorScope = "graph",
+        value_dropout: float = 0.0,
+        backend: EdgeBackend = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
+            residual, **kwargs,
+        )  # fmt: skip
+        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+
+    def forward(self, x, edge_index, edge_attr=None, size=None, return_attention_weights=None):
+        """As PyG's."""
+        if return_attention_weights:
+            return self._with_weights(super().forward, x, edge_index, edge_attr, size)
+        return super().forward(x, edge_index, edge_attr, size)
 
     def edge_update(self, alpha_j, alpha_i, edge_attr, index, ptr, dim_size):
         """Score the edges as PyG does and draw their weights."""
-        if not (self.is_sampling or self.needs_kl):
+        if self._call is None:
             return super().edge_update(alpha_j, alpha_i, edge_attr, index, ptr, dim_size)
-        scores = alpha_j if alpha_i is None else alpha_j + alpha_i
+        return self._draw_lifted(alpha_j, alpha_i, edge_attr)
+
+    def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        scores = source if target is None else source + target
         if edge_attr is not None and self.lin_edge is not None:
             features = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
             scores = scores + (features.view(-1, self.heads, self.out_channels) * self.att_edge).sum(dim=-1)
-        weights = self._draw(F.leaky_relu(scores, self.negative_slope), index, dim_size)
-        return F.dropout(weights, self._dropout(self.dropout))
-
-    def propagate(self, edge_index, size=None, **kwargs):
-        """Pass the messages; the keys of the prior are the source nodes' features."""
-        output = super().propagate(edge_index, size=size, **kwargs)
-        return self._record_edges(output, edge_index, kwargs["x"][0])
+        return F.leaky_relu(scores, self.negative_slope)
 
 
-class BayesianGATv2Conv(_EdgeAttention, GATv2Conv):
-    """`torch_geometric.nn.GATv2Conv` with sampled edge weights."""
+class BayesianGATv2Conv(_PairLayer, GATv2Conv):
+    """`torch_geometric.nn.GATv2Conv` with sampled edge weights.
+
+    Args:
+        in_channels: As in PyG, like the arguments up to `config`.
+        out_channels: Features of a head.
+        heads: Number of heads.
+        concat: Concatenate the heads, or average them.
+        negative_slope: Of the LeakyReLU in Φ.
+        dropout: Of the sampled weights.
+        add_self_loops: Give every node an edge to itself.
+        edge_dim: Features of an edge.
+        fill_value: Edge features of the self loops.
+        bias: Learn an additive bias.
+        share_weights: One projection for sources and targets.
+        residual: Add a learned skip connection.
+        config: Which posterior and prior.
+        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        value_dropout: Dropout of the averaged features.
+        backend: Of `functional.edge_attention`.
+        **kwargs: Of PyG's `MessagePassing`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+        *,
+        config: AttentionConfig,
+        prior_scope: PriorScope = "graph",
+        value_dropout: float = 0.0,
+        backend: EdgeBackend = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
+            share_weights, residual, **kwargs,
+        )  # fmt: skip
+        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+
+    def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
+        """As PyG's."""
+        if return_attention_weights:
+            return self._with_weights(super().forward, x, edge_index, edge_attr)
+        return super().forward(x, edge_index, edge_attr)
 
     def edge_update(self, x_j, x_i, edge_attr, index, ptr, dim_size):
         """Score the edges as PyG does and draw their weights."""
-        if not (self.is_sampling or self.needs_kl):
+        if self._call is None:
             return super().edge_update(x_j, x_i, edge_attr, index, ptr, dim_size)
-        x = x_i + x_j
+        return self._draw_lifted(x_j, x_i, edge_attr)
+
+    def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        assert target is not None
+        x = target + source
         if edge_attr is not None:
             assert self.lin_edge is not None
             features = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
             x = x + features.view(-1, self.heads, self.out_channels)
-        scores = (F.leaky_relu(x, self.negative_slope) * self.att).sum(dim=-1)
-        weights = self._draw(scores, index, dim_size)
-        return F.dropout(weights, self._dropout(self.dropout))
+        return (F.leaky_relu(x, self.negative_slope) * self.att).sum(dim=-1)
+
+
+class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
+    """`torch_geometric.nn.TransformerConv` with sampled edge weights.
+
+    Args:
+        in_channels: As in PyG, like the arguments up to `config`.
+        out_channels: Features of a head.
+        heads: Number of heads.
+        concat: Concatenate the heads, or average them.
+        beta: Gate the skip connection.
+        dropout: Of the sampled weights.
+        edge_dim: Features of an edge.
+        bias: Learn an additive bias.
+        root_weight: Add a learned skip connection.
+        config: Which posterior and prior.
+        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        value_dropout: Dropout of the averaged features.
+        backend: Of `functional.edge_attention`.
+        **kwargs: Of PyG's `MessagePassing`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        *,
+        config: AttentionConfig,
+        prior_scope: PriorScope = "graph",
+        value_dropout: float = 0.0,
+        backend: EdgeBackend = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs)
+        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+
+    def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
+        """As PyG's."""
+        self._wants_weights = return_attention_weights is not None
+        try:
+            return super().forward(x, edge_index, edge_attr, return_attention_weights)
+        finally:
+            self._wants_weights = False
 
     def propagate(self, edge_index, size=None, **kwargs):
-        """Pass the messages; the keys of the prior are the source nodes' features."""
-        output = super().propagate(edge_index, size=size, **kwargs)
-        return self._record_edges(output, edge_index, kwargs["x"][0])
-
-
-class BayesianTransformerConv(_EdgeAttention, TransformerConv):
-    """`torch_geometric.nn.TransformerConv` with sampled edge weights."""
+        """Score the edges, draw their weights and average; the keys of the prior are the nodes' keys."""
+        if self._is_stock:
+            is_watched = self.explain or self.decomposed_layers > 1
+            propagate = MessagePassing.propagate.__get__(self) if is_watched else super().propagate
+            return propagate(edge_index, size=size, **kwargs)
+        query, key, value, edge_attr = (kwargs[name] for name in ("query", "key", "value", "edge_attr"))
+        call = self._open(edge_index, len(key), len(query))
+        if call.passes_messages:
+            kwargs["value"] = self._drop_value(value)
+            output = MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+            output = self._record_messages(call, output, key)
+        else:
+            features = self._edge_features(None if edge_attr is None else call.edges.from_given(edge_attr))
+            self._wants_weights |= features is not None
+            scores = self._scores(call.ops.lift_target(query, call.edges), call.ops.lift_source(key, call.edges), features)
+            output, weights, dropped, _ = self._attend(call, scores, value, key, self.dropout)
+            if features is not None and dropped is not None:
+                output = output + call.ops.sum_by_target(dropped.to(features.dtype).unsqueeze(-1) * features, call.edges)
+            # PyG's forward returns this as the attention weights, before dropout
+            self._alpha = None if weights is None else call.edges.to_given(weights)
+        self._call = None
+        return output
 
     def message(self, query_i, key_j, value_j, edge_attr, index, ptr, size_i):
         """Score the edges as PyG does, draw their weights, and weigh the values."""
-        if not (self.is_sampling or self.needs_kl):
+        if self._call is None:
             return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
-        value = value_j
-        if self.lin_edge is not None:
-            features = self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-            key_j, value = key_j + features, value + features
-        elif edge_attr is not None:
-            # without edge_dim PyG leaves the scores alone but still adds what it was given to the values
-            value = value + edge_attr
-        scores = (query_i * key_j).sum(dim=-1) / math.sqrt(self.out_channels)
-        # PyG's forward returns this as the attention weights, before dropout
-        self._alpha = self._draw(scores, index, size_i)
+        features = self._edge_features(edge_attr)
+        self._alpha = self._draw(self._scores(query_i, key_j, features))
+        value = value_j if features is None else value_j + features
         return value * F.dropout(self._alpha, self._dropout(self.dropout)).unsqueeze(-1)
 
-    def propagate(self, edge_index, size=None, **kwargs):
-        """Pass the messages; the keys of the prior are the nodes' keys."""
-        output = super().propagate(edge_index, size=size, **kwargs)
-        return self._record_edges(output, edge_index, kwargs["key"])
+    def _scores(self, query: Tensor, key: Tensor, features: Tensor | None) -> Tensor:
+        """Return Φ of the edges; without `edge_dim` PyG leaves the scores alone, but still adds what it got to the values."""
+        key = key if features is None or self.lin_edge is None else key + features
+        return (query * key).sum(dim=-1) / math.sqrt(self.out_channels)
+
+    def _edge_features(self, edge_attr: Tensor | None) -> Tensor | None:
+        if self.lin_edge is None:
+            return edge_attr
+        assert edge_attr is not None
+        return self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)

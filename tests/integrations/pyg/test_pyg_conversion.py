@@ -162,15 +162,18 @@ def test_other_attention_layers_are_refused_by_name(layer):
         bayesianize(nn.ModuleDict({"conv": layer}), ba.AttentionConfig("BAM-WC"))
 
 
-def test_a_sparse_adjacency_with_a_contextual_prior_is_refused_while_recording():
-    layer, (x, index) = case("gatv2", "plain")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_sparse_adjacency_has_the_kl_of_its_edges(kind):
+    layer, (x, index) = case(kind, "plain")
     bayesianize(nn.ModuleDict({"conv": layer}), ba.AttentionConfig("BAM-WC")).train()
     adjacency = torch.sparse_coo_tensor(
         index.flip(0), torch.ones(index.shape[1]), (NODES, NODES), check_invariants=True
     ).coalesce()
-    layer(x, adjacency)
-    with ba.record_kl(), pytest.raises(ValueError, match="a tensor of shape"):
+    with ba.record_kl() as kl:
         layer(x, adjacency)
+        layer(x, index)
+    (_, sparse), (_, plain) = kl.per_call()
+    torch.testing.assert_close(sparse, plain)
 
 
 @pytest.mark.compile

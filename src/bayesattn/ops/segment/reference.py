@@ -1,96 +1,163 @@
-"""Stochastic attention on edges in plain torch: scores → noise → softmax over each row's edges, and its KL.
+"""Stochastic attention on edges: scores → noise → softmax over each target's edges → weighted sum, and the KL.
 
-An edge e is one entry of a sparse attention matrix; `index[e]` is its row, the node that attends. With an adjacency
-matrix as the mask, `ops/attention` computes the same thing densely, and every convention here is that file's: float32
-or better, Φ, the four options of the config, rows without an edge count nowhere.
-
-Noise: the draw of edge e and head h is the entry (b=0, h=0, i=e, j=h) of `bayesattn.noise`, shape (1, 1, edges, heads).
+With the adjacency matrix as mask `ops/attention` computes the same thing densely, and every convention here is that
+package's: float32 or better, Φ, the four options of the config, targets without an edge count nowhere. The formulas are
+written once, in terms of a few sums and gathers; `plain` has them for any device and order of the edges, `csr` for a CPU.
 """
 
 import math
+from types import ModuleType
+from typing import Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import kl_lognormal_lognormal, weibull_gamma_key_term
 from bayesattn.ops.attention.kl import capped_exp
+from bayesattn.ops.segment import plain
+from bayesattn.ops.segment.draws import edge_log_noise
+from bayesattn.ops.segment.edges import Edges
+
+PriorScope = Literal["graph", "neighbourhood"]
+PRIOR_SCOPES = get_args(PriorScope)
+
+
+class EdgeAttention(NamedTuple):
+    """What attention on edges returns.
+
+    Attributes:
+        output: Features of every target; 0 where it has no edge.
+        weights: Sampled weights of the edges; None where a kernel never stored them.
+        dropped: The weights after dropout.
+        kl: KL of the graph, one entry; None if it was not asked for.
+    """
+
+    output: Float[Tensor, "r h d"]
+    weights: Float[Tensor, "e h"] | None
+    dropped: Float[Tensor, "e h"] | None
+    kl: Float[Tensor, " 1"] | None
+
+
+def attention(
+    scores: Float[Tensor, "e h"],
+    value: Float[Tensor, "n h d"],
+    edges: Edges,
+    *,
+    config: AttentionConfig,
+    log_prior: Float[Tensor, "n #h"] | None,
+    prior_scope: PriorScope,
+    seed: noise.Seed | None,
+    sample: bool,
+    need_kl: bool,
+    dropout_p: float,
+    ops: ModuleType = plain,
+) -> EdgeAttention:
+    """Return output, weights and KL of one draw, or of the mean."""
+    phi = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = sample_weights(phi, edges, seed, config, ops) if sample else ops.softmax(phi, edges)
+    dropped = ops.dropout(weights, dropout_p) if dropout_p > 0.0 else weights
+    output = ops.weighted_sum(dropped, value.to(dropped.dtype), edges).to(value.dtype)
+    kl = kl_total(phi, log_prior, edges, config, prior_scope, ops) if need_kl else None
+    return EdgeAttention(output, weights, dropped, kl)
 
 
 def sample_weights(
-    scores: Float[Tensor, "e h"], index: Int[Tensor, " e"], num_rows: int, seed: noise.Seed | None, config: AttentionConfig
+    scores: Float[Tensor, "e h"], edges: Edges, seed: noise.Seed | None, config: AttentionConfig, ops: ModuleType = plain
 ) -> Float[Tensor, "e h"]:
-    """Draw W = softmax over the edges of a row of Φ + ln E / k or Φ + σ_q ε."""
-    e, h = scores.shape
-    log_noise = noise.log_noise(seed, (1, 1, e, h), config, device=scores.device, dtype=scores.dtype)
-    return segment_softmax(scores + log_noise.view(e, h), index, num_rows)
-
-
-def segment_softmax(scores: Float[Tensor, "e h"], index: Int[Tensor, " e"], num_rows: int) -> Float[Tensor, "e h"]:
-    """Return exp(Φ_e) over the sum of it on the edges of the same row."""
-    return torch.exp(scores - segment_logsumexp(scores, index, num_rows)[index])
-
-
-def segment_logsumexp(scores: Float[Tensor, "e h"], index: Int[Tensor, " e"], num_rows: int) -> Float[Tensor, "r h"]:
-    """Return ln Σ exp Φ_e over the edges of each row; rows without an edge are 0."""
-    rows = scores.new_zeros(num_rows, scores.shape[1])
-    # the largest score only shifts: no gradient through it, and 0 where a row has no edge
-    largest = rows.scatter_reduce(0, index[:, None].expand_as(scores), scores.detach(), "amax", include_self=False)
-    total = rows.index_add(0, index, torch.exp(scores - largest[index]))
-    has_edge = total > 0
-    return torch.where(has_edge, largest + torch.log(total.masked_fill(~has_edge, 1.0)), 0.0)
+    """Draw W = softmax over the edges of a target of Φ + ln E / k or Φ + σ_q ε."""
+    return ops.softmax(scores + edge_log_noise(seed, edges.numbers, scores.shape[1], config, scores.dtype), edges)
 
 
 def kl_total(
     scores: Float[Tensor, "e h"],
-    log_prior: Float[Tensor, "e #h"] | None,
-    index: Int[Tensor, " e"],
-    num_rows: int,
+    log_prior: Float[Tensor, "n #h"] | None,
+    edges: Edges,
     config: AttentionConfig,
+    prior_scope: PriorScope = "graph",
+    ops: ModuleType = plain,
 ) -> Float[Tensor, " 1"]:
     """Return KL(q(S) ‖ p(S)) of the whole graph, reduced as `config.kl_reduction` says; one entry: a graph is one example.
 
     Args:
         scores: Φ before any normalisation.
-        log_prior: ln Ψ of the contextual prior at the edge's source; None for a fixed one.
-        index: Row of each edge.
-        num_rows: Number of rows.
+        log_prior: ln Ψ of every source, normalised over the graph; None for a fixed prior.
+        edges: The graph.
         config: Family, prior and conventions.
+        prior_scope: Whether Ψ is a softmax over all sources of the graph or over those of each target.
+        ops: `plain` or `csr`.
     """
-    lse = segment_logsumexp(scores, index, num_rows)
+    lse = ops.logsumexp(scores, edges)
+    phi = scores - ops.lift_target(lse, edges) if config.score_form == "log_softmax" else scores
+    if log_prior is not None:
+        log_prior = log_prior.to(scores.dtype)
+        if prior_scope == "neighbourhood":
+            log_prior = edge_log_prior(log_prior, edges, ops)
     if config.family == "weibull":
-        kl = _weibull_kl(scores, lse, log_prior, index, num_rows, config)
+        kl = _weibull_entries(phi, log_prior, prior_scope, edges, config, ops) + _weibull_rows(lse, edges, config)
     else:
-        phi = scores - lse[index] if config.score_form == "log_softmax" else scores
-        mu_p: Tensor = scores.new_tensor(config.mu_p)
-        if log_prior is not None:
-            mu_p = log_prior if config.mu_form == "log_psi" else torch.exp(log_prior)
-        kl = kl_lognormal_lognormal(phi, mu_p, sigma_q=config.sigma_q, sigma_p=config.sigma_p).sum()
+        kl = kl_lognormal_lognormal(
+            phi, _location(phi, log_prior, prior_scope, edges, config, ops), sigma_q=config.sigma_q, sigma_p=config.sigma_p
+        ).sum()
+    return reduce_kl(kl, edges, scores.shape[1], config)
+
+
+def edge_log_prior(log_prior: Float[Tensor, "n h"], edges: Edges, ops: ModuleType = plain) -> Float[Tensor, "e h"]:
+    """Return ln Ψ of every edge, normalised over the edges of its target: softmax does not mind the former constant."""
+    lifted = ops.lift_source(log_prior, edges)
+    return lifted - ops.lift_target(ops.logsumexp(lifted, edges), edges)
+
+
+def log_alpha(log_prior: Float[Tensor, "x h"] | None, config: AttentionConfig, like: Tensor) -> Float[Tensor, "#x #h"]:
+    """Return ln α of the Gamma prior."""
+    if log_prior is None:
+        return like.new_full((1, 1), math.log(config.gamma_alpha))
+    return log_prior + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
+
+
+def reduce_kl(kl: Float[Tensor, ""], edges: Edges, heads: int, config: AttentionConfig) -> Float[Tensor, " 1"]:
+    """Divide the KL of the graph by what `config.kl_reduction` says: nothing, its rows or its entries."""
     if config.kl_reduction == "sum":
         return kl.view(1)
-    rows = max(scores.shape[0], 1) if config.kl_reduction == "mean" else _rows_with_edges(index, num_rows).clamp(min=1)
-    return kl.view(1) / (rows * scores.shape[1])
+    rows = max(len(edges), 1) if config.kl_reduction == "mean" else edges.num_rows.clamp(min=1)
+    return kl.view(1) / (rows * heads)
 
 
-def _weibull_kl(scores, lse, log_prior, index, num_rows, config) -> Tensor:
-    """Sum over edges of c_e − α_e Φ_e, and over rows of β Σ exp Φ, the last from the row's LSE."""
+def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig, ops) -> Tensor:
+    """Sum over the edges of c − α Φ. With one α per source: Σ_j m_j c_j − α_j T_j, T_j = Σ Φ over the m_j edges of j."""
+    constants = {"weibull_k": config.weibull_k, "gamma_beta": config.gamma_beta}
     if log_prior is None:
-        log_alpha = scores.new_full((1, 1), math.log(config.gamma_alpha))
-    else:
-        log_alpha = log_prior + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
-    phi = scores - lse[index] if config.score_form == "log_softmax" else scores
-    key_term = weibull_gamma_key_term(log_alpha, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
-    entries = key_term - torch.exp(log_alpha) * phi
-    if config.score_form == "raw":
-        has_edge = scores.new_zeros(num_rows, dtype=torch.bool).index_fill(0, index, True)
-        rows = capped_exp(lse + math.log(config.gamma_beta)).masked_fill(~has_edge[:, None], 0.0).sum()
-    else:
-        # exp Φ sums to one in every row that has an edge
-        rows = config.gamma_beta * _rows_with_edges(index, num_rows) * scores.shape[1]
-    return entries.sum() + rows
+        log_a = log_alpha(None, config, phi)
+        return phi.numel() * weibull_gamma_key_term(log_a, **constants).sum() - config.gamma_alpha * phi.sum()
+    if prior_scope == "neighbourhood":
+        log_a = log_alpha(log_prior, config, phi)
+        return (weibull_gamma_key_term(log_a, **constants) - torch.exp(log_a) * phi).sum()
+    # a node that is nobody's source has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
+    log_a = log_alpha(zero_where_unused(log_prior, edges), config, phi)
+    key_term = edges.out_degree[:, None] * weibull_gamma_key_term(log_a, **constants)
+    sums = key_term.expand(-1, phi.shape[1]) - torch.exp(log_a) * ops.sum_by_source(phi, edges)
+    return sums.sum()
 
 
-def _rows_with_edges(index: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, ""]:
-    return index.new_zeros(num_rows).index_fill(0, index, 1).sum()
+def _weibull_rows(lse: Tensor, edges: Edges, config: AttentionConfig) -> Tensor:
+    """Sum over the rows of β Σ_e exp Φ_e, from the log-sum-exp of the row; with Φ = log-softmax every row's is β."""
+    if config.score_form != "raw":
+        return config.gamma_beta * edges.num_rows * lse.shape[1]
+    rows = capped_exp(lse + math.log(config.gamma_beta))
+    return rows.masked_fill((edges.degree == 0)[:, None], 0.0).sum()
+
+
+def _location(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig, ops) -> Tensor:
+    """Return μ_p of every edge, or one for all."""
+    if log_prior is None:
+        return phi.new_full((1, 1), config.mu_p)
+    if prior_scope == "graph":
+        log_prior = ops.lift_source(zero_where_unused(log_prior, edges), edges)
+    return log_prior if config.mu_form == "log_psi" else torch.exp(log_prior)
+
+
+def zero_where_unused(log_prior: Float[Tensor, "n h"], edges: Edges) -> Float[Tensor, "n h"]:
+    """Replace ln Ψ = −inf of nodes that are nobody's source."""
+    return torch.where((edges.out_degree > 0)[:, None], log_prior, 0.0)

@@ -1,0 +1,200 @@
+"""What the three graph layers share: edges kept sorted between calls, and from their scores to output, weights and KL.
+
+The layers run PyG's own code unless something about the weights is random: `eval()` is PyG's layer bit for bit. Else
+`edge_updater` and `propagate`, the two calls by which PyG's `forward` asks for scores and sums, are answered here with
+`functional.edge_attention`; projections, self loops, residuals and biases stay PyG's. Where someone watches the messages
+themselves (hooks, explanations, another aggregation than the sum, sparse adjacency matrices), PyG passes them as always
+and only the softmax is replaced.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.utils import is_sparse, to_edge_index
+
+from bayesattn import _checks
+from bayesattn.config import AttentionConfig
+from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, PriorScope, edge_attention
+from bayesattn.nn import BayesianModule
+from bayesattn.ops.segment import csr, plain, reference
+from bayesattn.ops.segment.edges import Edges
+
+# of every layer, the edges of its last call, as given and sorted; not on the layer, which is copied and pickled
+_SORTED: WeakKeyDictionary[nn.Module, tuple[tuple[Tensor, Tensor], Edges]] = WeakKeyDictionary()
+
+_HOOKS = [f"_{name}_forward{when}_hooks" for name in ("propagate", "message", "aggregate", "edge_update") for when in ("_pre", "")]
+
+
+@dataclass
+class Call:
+    """One call of a layer, from PyG's first question to the last."""
+
+    edges: Edges
+    # gathers of node values onto edges, in the order of `edges`
+    ops: ModuleType
+    passes_messages: bool
+    scores: Float[Tensor, "e h"] | None = None
+
+
+class EdgeAttentionModule(BayesianModule):
+    """Mixin for PyG's attention layers.
+
+    Attributes:
+        prior_scope: Over which nodes the contextual prior sums to one: `graph` (all nodes that are somebody's source, as
+            published) or `neighbourhood` (the sources of each target, as the derivation asks).
+        backend: Passed to `functional.edge_attention`.
+        value_dropout: Dropout of the features that are averaged, not of those that scores and prior see (GAT's third).
+    """
+
+    # class attributes are what a converted layer, which no constructor saw, has
+    prior_scope: PriorScope = "graph"
+    backend: EdgeBackend = "auto"
+    value_dropout: float = 0.0
+    # these only during a call
+    _call: Call | None = None
+    _wants_weights: bool = False
+    _weights: Tensor | None = None
+    # of PyG's classes
+    heads: int
+    out_channels: int
+    flow: str
+    aggr_module: Any
+    explain: Any
+    decomposed_layers: int
+
+    def _init_edge_attention(
+        self, config: AttentionConfig, prior_scope: PriorScope, backend: EdgeBackend, value_dropout: float
+    ) -> None:
+        _checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
+        _checks.choice("backend", backend, EDGE_BACKENDS)
+        _checks.probability("value_dropout", value_dropout)
+        self.prior_scope, self.backend, self.value_dropout = prior_scope, backend, value_dropout
+        self._init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # PyG writes generated versions of these two over every class whose own body has none, subclasses of ours included
+        propagate, edge_updater = getattr(cls, "propagate", None), getattr(cls, "edge_updater", None)
+        for prefix in ("_orig", "_jinja"):
+            setattr(cls, f"{prefix}_propagate", propagate)
+            setattr(cls, f"{prefix}_edge_updater", edge_updater)
+
+    def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
+        """Keep PyG from doing that."""
+
+    @property
+    def _is_stock(self) -> bool:
+        """Whether PyG's own code gives the right answer: nothing is drawn or recorded."""
+        return not (self.training or self.drops_in_eval or self.is_sampling or self.needs_kl)
+
+    def _open(self, edge_index: Any, num_sources: int, num_targets: int) -> Call:
+        """Find the edges of this call and decide who sums over them."""
+        passes_messages = bool(
+            any(getattr(self, hooks) for hooks in _HOOKS)
+            or self.explain
+            or self.decomposed_layers > 1
+            or not isinstance(self.aggr_module, SumAggregation)
+            or is_sparse(edge_index)
+        )
+        ends = _end_points(edge_index, self.flow)
+        if passes_messages or (torch.compiler.is_compiling() and self.backend != "triton"):
+            self._call = Call(Edges(*ends, num_sources, num_targets), plain, passes_messages)
+        else:
+            edges = _sorted_edges(self, ends, num_sources, num_targets)
+            takes_csr = self.backend in ("auto", "csr") and ends[0].device.type == "cpu"
+            is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            self._call = Call(edges, csr if takes_csr and not is_traced else plain, passes_messages)
+        return self._call
+
+    def _attend(
+        self,
+        call: Call,
+        scores: Float[Tensor, "e h"],
+        value: Float[Tensor, "n h d"],
+        keys: Float[Tensor, "n h d"],
+        dropout: float,
+    ) -> reference.EdgeAttention:
+        """Return output and weights of one draw, in the order of the call's edges, and record its KL."""
+        edges, needs_kl = call.edges, self.needs_kl
+        result = edge_attention(
+            scores,
+            self._drop_value(value),
+            edges,
+            config=self.config,
+            prior=self._log_prior(keys, edges) if needs_kl else None,
+            prior_scope=self.prior_scope,
+            dropout_p=self._dropout(dropout),
+            sample=self.is_sampling,
+            need_kl=needs_kl,
+            need_weights=self._wants_weights,
+            backend=self.backend,
+        )
+        return result._replace(output=self._record(result.output, result.kl))
+
+    def _draw(self, scores: Float[Tensor, "e h"]) -> Float[Tensor, "e h"]:
+        """Return weights alone, where PyG passes the messages, and keep the scores for `_record_messages`."""
+        assert self._call is not None
+        edges = self._call.edges
+        with torch.autocast(scores.device.type, enabled=False):
+            phi = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            self._call.scores = phi
+            if self.is_sampling:
+                weights = reference.sample_weights(phi, edges, None, self.config)
+            else:
+                weights = plain.softmax(phi, edges)
+        return weights.to(scores.dtype)
+
+    def _record_messages(self, call: Call, output: Tensor, keys: Float[Tensor, "n h d"]) -> Tensor:
+        """Record the KL of the scores that `_draw` kept."""
+        if not self.needs_kl:
+            return output
+        assert call.scores is not None
+        with torch.autocast(keys.device.type, enabled=False):
+            prior = self._log_prior(keys, call.edges)
+            kl = reference.kl_total(call.scores, prior, call.edges, self.config, self.prior_scope)
+        return self._record(output, kl)
+
+    def _drop_value(self, value: Tensor) -> Tensor:
+        return F.dropout(value, self._dropout(self.value_dropout)) if self.value_dropout else value
+
+    def _log_prior(self, keys: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "n h"] | None:
+        """Return ln Ψ of every node; Ψ is a softmax over the nodes that are the source of some edge."""
+        if self.bayes_prior is None:
+            return None
+        with torch.autocast(keys.device.type, enabled=False):
+            is_source = (edges.out_degree > 0)[None, None]
+            return self.bayes_prior(keys.transpose(0, 1).unsqueeze(0), is_source)[0, :, 0].transpose(0, 1)
+
+
+def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tensor, " e"]]:
+    """Return sources and targets of the edges."""
+    if is_sparse(edge_index):
+        # PyG's convention: the transposed adjacency matrix
+        target, source = to_edge_index(edge_index)[0]
+        return source, target
+    source, target = edge_index[0], edge_index[1]
+    return (source, target) if flow == "source_to_target" else (target, source)
+
+
+def _sorted_edges(layer: nn.Module, ends: tuple[Tensor, Tensor], num_sources: int, num_targets: int) -> Edges:
+    """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see."""
+    if torch.compiler.is_compiling():
+        return Edges.sort(*ends, num_sources, num_targets, check=False)
+    known = _SORTED.get(layer)
+    if known is not None:
+        given, edges = known
+        is_same_size = (edges.num_sources, edges.num_targets) == (num_sources, num_targets)
+        is_same_place = given[0].device == ends[0].device and given[0].dtype == ends[0].dtype
+        if is_same_size and is_same_place and all(torch.equal(a, b) for a, b in zip(given, ends, strict=True)):
+            return edges
+    edges = Edges.sort(*ends, num_sources, num_targets)
+    # copies: the caller may change its own tensor in place
+    _SORTED[layer] = ((ends[0].clone(), ends[1].clone()), edges)
+    return edges

@@ -1,0 +1,226 @@
+"""The functions of `plain` for edges sorted by target, on a CPU: sums over rows are products with sparse matrices.
+
+    sum over the edges of a node      S x, S the sparse 0/1 matrix (nodes × edges); its adjoint is the gather, and vice versa
+    O = Σ_e W_e V_source(e)           one product with the sparse matrix of all heads, block by block (targets·h × sources·h)
+    dW_e = dO_target(e) · V_source(e) the same product sampled at its non-zeros;  dV = Wᵀ dO, by the edges sorted by source
+
+So no message of all features is ever stored per edge, and nothing is scattered. Indices are 32-bit and built once per graph.
+"""
+
+import warnings
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bayesattn.noise import generator_halves
+from bayesattn.ops.segment.edges import Edges
+
+
+def _matrix(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    # the indices come from `Edges`, which checked them
+    return torch.sparse_csr_tensor(pointers, columns, values, shape, check_invariants=False)
+
+
+def _spend_beta_warning() -> None:
+    """Torch warns once a process that its CSR tensors may change; users of this library can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support")
+        _matrix(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), (1, 1))
+
+
+_spend_beta_warning()
+
+Side = Literal["source", "target"]
+
+
+def lift_source(x: Float[Tensor, "n *f"], edges: Edges) -> Float[Tensor, "e *f"]:
+    """Return x of every edge's source."""
+    return _Lift.apply(x, edges, "source")
+
+
+def lift_target(x: Float[Tensor, "r *f"], edges: Edges) -> Float[Tensor, "e *f"]:
+    """Return x of every edge's target."""
+    return _Lift.apply(x, edges, "target")
+
+
+def sum_by_source(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "n *f"]:
+    """Return the sum of x over the edges of every source; 0 where there is none."""
+    return _Sum.apply(x, edges, "source")
+
+
+def sum_by_target(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "r *f"]:
+    """Return the sum of x over the edges of every target; 0 where there is none."""
+    return _Sum.apply(x, edges, "target")
+
+
+def softmax(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "e h"]:
+    """Return exp(Φ_e) over the sum of it on the edges of the same target."""
+    return _Softmax.apply(scores, edges)
+
+
+def logsumexp(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "r h"]:
+    """Return ln Σ exp Φ_e over the edges of every target; 0 where there is none."""
+    return _LogSumExp.apply(scores, edges)
+
+
+def weighted_sum(
+    weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], edges: Edges
+) -> Float[Tensor, "r h d"]:
+    """Return O_i = Σ_e W_e V_source(e) over the edges of every target i."""
+    return _WeightedSum.apply(weights, value, edges)
+
+
+def dropout(weights: Float[Tensor, "e h"], p: float) -> Float[Tensor, "e h"]:
+    """Set weights to 0 with probability p, rounded to a multiple of 2^-16, and scale the others to keep the mean.
+
+    torch's own draws one number of 64 bits per entry, and takes longer than everything else on an edge together.
+    """
+    threshold = min(round(p * 2**16), 2**16 - 1)
+    halves = generator_halves((1, 1, *weights.shape), weights.device).view(weights.shape)
+    keep = (halves >= threshold - 2**15).to(weights.dtype)
+    return weights * keep.mul_(1.0 / (1.0 - threshold * 2.0**-16))
+
+
+class _Lift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, edges: Edges, side: Side) -> Tensor:
+        ctx.edges, ctx.side = edges, side
+        return _lift(x, edges, side)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _sum(grad, ctx.edges, ctx.side), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, edges: Edges, side: Side) -> Tensor:
+        ctx.edges, ctx.side = edges, side
+        return _sum(x, edges, side)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _lift(grad, ctx.edges, ctx.side), None, None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores: Tensor, edges: Edges) -> Tensor:
+        weights, _ = _softmax(scores, edges)
+        ctx.edges = edges
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (weights,) = ctx.saved_tensors
+        slope = weights * grad
+        mean = _lift(_sum(slope, ctx.edges, "target"), ctx.edges, "target")
+        return slope.addcmul_(weights, mean, value=-1.0), None
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores: Tensor, edges: Edges) -> Tensor:
+        weights, lse = _softmax(scores, edges)
+        ctx.edges = edges
+        ctx.save_for_backward(weights)
+        return lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (weights,) = ctx.saved_tensors
+        return _lift(grad, ctx.edges, "target").mul_(weights), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
+        ctx.edges = edges
+        ctx.save_for_backward(weights, value)
+        (e, h), (n, _, d), r = weights.shape, value.shape, edges.num_targets
+        matrix = _matrix(*_blocks(edges, h), weights.T.reshape(-1), (h * r, n * h))
+        return (matrix @ value.reshape(n * h, d)).view(h, r, d).transpose(0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        weights, value = ctx.saved_tensors
+        edges: Edges = ctx.edges
+        (e, h), (n, _, d), r = weights.shape, value.shape, edges.num_targets
+        grad = grad.transpose(0, 1).reshape(h * r, d)
+        grad_weights = grad_value = None
+        if ctx.needs_input_grad[0]:
+            pattern = _matrix(*_blocks(edges, h), weights.new_zeros(h * e), (h * r, n * h))
+            product = torch.sparse.sampled_addmm(pattern, grad, value.reshape(n * h, d).T, beta=0.0)
+            grad_weights = product.values().view(h, e).T
+        if ctx.needs_input_grad[1]:
+            by_source = weights.index_select(0, edges.by_source)
+            matrix = _matrix(*_blocks_by_source(edges, h), by_source.T.reshape(-1), (h * n, h * r))
+            grad_value = (matrix @ grad).view(h, n, d).transpose(0, 1)
+        return grad_weights, grad_value, None
+
+
+def _lift(x: Tensor, edges: Edges, side: Side) -> Tensor:
+    return x.index_select(0, edges.source if side == "source" else edges.target)
+
+
+def _sum(x: Tensor, edges: Edges, side: Side) -> Tensor:
+    matrix = _sum_matrix(edges, side, x.dtype)
+    return (matrix @ x.reshape(x.shape[0], -1)).view(matrix.shape[0], *x.shape[1:])
+
+
+def _softmax(scores: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
+    """Return the softmax and the log-sum-exp."""
+    largest = torch.sparse.mm(_sum_matrix(edges, "target", scores.dtype), scores.contiguous(), "amax")
+    weights = (scores - _lift(largest, edges, "target")).exp_()
+    total = _sum(weights, edges, "target")
+    # rows without an edge: maximum 0 and total 0 above, log-sum-exp 0 as everywhere
+    total = total.masked_fill_(total == 0.0, 1.0)
+    return weights.mul_(_lift(total.reciprocal(), edges, "target")), largest.add_(total.log())
+
+
+def _sum_matrix(edges: Edges, side: Side, dtype: torch.dtype) -> Tensor:
+    """Return S with S[node, edge] = 1."""
+
+    def build() -> Tensor:
+        ones = torch.ones(len(edges), dtype=dtype)
+        if side == "source":
+            return _matrix(edges.source_pointers, edges.by_source, ones, (edges.num_sources, len(edges)))
+        positions = torch.arange(len(edges), dtype=torch.int32)
+        return _matrix(edges.target_pointers, positions, ones, (edges.num_targets, len(edges)))
+
+    return edges.memo((side, dtype), build)
+
+
+def _blocks(edges: Edges, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of all heads' weights as one matrix: row (h, target), column (source, h), edges head by head."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        head = torch.arange(heads, dtype=torch.int32)
+        return _stack_pointers(edges.target_pointers, heads), (edges.source.to(torch.int32) * heads + head[:, None]).flatten()
+
+    return edges.memo(("blocks", heads), build)
+
+
+def _blocks_by_source(edges: Edges, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of the transposed weights: row (h, source), column (h, target), edges sorted by source."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        first = torch.arange(heads, dtype=torch.int32) * edges.num_targets
+        target = edges.target.index_select(0, edges.by_source).to(torch.int32)
+        return _stack_pointers(edges.source_pointers, heads), (target + first[:, None]).flatten()
+
+    return edges.memo(("blocks by source", heads), build)
+
+
+def _stack_pointers(pointers: Tensor, heads: int) -> Tensor:
+    first = torch.arange(heads, dtype=torch.int32)[:, None] * pointers[-1]
+    return torch.cat([(pointers[:-1] + first).flatten(), heads * pointers[-1:]])

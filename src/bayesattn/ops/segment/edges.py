@@ -1,0 +1,118 @@
+"""The edges of a graph, sorted by target once: rows of a sparse attention matrix, in CSR form both ways.
+
+An edge e = (j → i) is one entry of the attention matrix: the target i attends, the source j is attended to. Sorted by
+target, the edges of a row lie together, so sums over them need no scatter. `order[p]` is the number that the edge at
+position p was given with; noise belongs to that number.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Edges of a graph; everything per edge (scores, weights) is in the order of `source` and `target`.
+
+    Attributes:
+        source: Node that is attended to, of every edge.
+        target: Node that attends.
+        num_sources: Number of nodes that may be sources.
+        num_targets: Number of nodes that may be targets; the same nodes unless the graph is bipartite.
+        order: The number each edge was given with; None where the edges are in the order they were given in.
+    """
+
+    source: Int[Tensor, " e"]
+    target: Int[Tensor, " e"]
+    num_sources: int
+    num_targets: int
+    order: Int[Tensor, " e"] | None = None
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def sort(
+        cls,
+        source: Int[Tensor, " e"],
+        target: Int[Tensor, " e"],
+        num_sources: int,
+        num_targets: int,
+        *,
+        check: bool = True,
+    ) -> "Edges":
+        """Sort the edges by target; unless told not to (it waits for the device), check their end points first.
+
+        Raises:
+            ValueError: An end point is negative or not below the number of nodes on its side.
+        """
+        for name, nodes, limit in (("source", source, num_sources), ("target", target, num_targets)):
+            if check and nodes.numel():
+                low, high = (int(x) for x in torch.aminmax(nodes))
+                if low < 0 or high >= limit:
+                    raise ValueError(f"{name} of the edges has entries in [{low}, {high}]; allowed: [0, {limit - 1}]")
+        order = torch.argsort(target, stable=True)
+        return cls(source[order], target[order], num_sources, num_targets, order)
+
+    def __len__(self) -> int:
+        return self.source.shape[0]
+
+    @property
+    def numbers(self) -> Int[Tensor, " e"]:
+        """The numbers the edges were given with, which their noise belongs to."""
+        return torch.arange(len(self), device=self.source.device) if self.order is None else self.order
+
+    def memo(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """Return what `build` made when first asked for `key`: index arrays of a backend live as long as the edges."""
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def from_given(self, x: Float[Tensor, "e *f"]) -> Float[Tensor, "e *f"]:
+        """Bring values per edge from the order the edges were given in into this one."""
+        return x if self.order is None else x.index_select(0, self.order)
+
+    def to_given(self, x: Float[Tensor, "e *f"]) -> Float[Tensor, "e *f"]:
+        """Undo `from_given`."""
+        return x if self.order is None else x.index_select(0, self._inverse)
+
+    @cached_property
+    def _inverse(self) -> Int[Tensor, " e"]:
+        positions = torch.arange(len(self), device=self.source.device)
+        return positions if self.order is None else torch.empty_like(positions).scatter_(0, self.order, positions)
+
+    @cached_property
+    def target_pointers(self) -> Int32[Tensor, " r1"]:
+        """Position of the first edge of every target, and the number of edges; the edges must be sorted."""
+        return torch._convert_indices_from_coo_to_csr(self.target, self.num_targets, out_int32=True)
+
+    @cached_property
+    def by_source(self) -> Int32[Tensor, " e"]:
+        """Positions of the edges, sorted by source."""
+        return torch.argsort(self.source, stable=True).to(torch.int32)
+
+    @cached_property
+    def source_pointers(self) -> Int32[Tensor, " n1"]:
+        """Where the edges of every source begin in `by_source`."""
+        return torch._convert_indices_from_coo_to_csr(self.source[self.by_source], self.num_sources, out_int32=True)
+
+    @cached_property
+    def degree(self) -> Int[Tensor, " r"]:
+        """Number of edges of every target."""
+        return self.target.new_zeros(self.num_targets).index_add(0, self.target, torch.ones_like(self.target))
+
+    @cached_property
+    def out_degree(self) -> Int[Tensor, " n"]:
+        """Number of edges of every source."""
+        return self.source.new_zeros(self.num_sources).index_add(0, self.source, torch.ones_like(self.source))
+
+    @cached_property
+    def num_rows(self) -> Int[Tensor, ""]:
+        """Number of targets with at least one edge."""
+        return (self.degree > 0).sum()
