@@ -9,6 +9,7 @@ needs no module: it is `gamma_alpha` or `mu_p` of the config.
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -82,15 +83,23 @@ class ContextualPrior(nn.Module):
             key: Keys, split into heads.
             valid: Keys that at least one query may attend to; None means all.
         """
-        key = key.detach() if self.detach_keys else key
         if self._runs_fused(key):
             # only now: a machine without a GPU need not have triton
             from bayesattn.ops.prior import triton
 
             weights = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-            return triton.log_prior(key, *weights, valid)
-        hidden = torch.relu(key.to(self.weight_in.dtype) @ self.weight_in + self.bias_in)
-        return contextual_log_prior((hidden @ self.weight_out + self.bias_out).squeeze(-1), valid)
+            return triton.log_prior(key.detach() if self.detach_keys else key, *weights, valid)
+        return contextual_log_prior(self.logits(key), valid)
+
+    def logits(self, key: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n"]:
+        """Return F₂(relu(F₁(K))); where the heads share a network, the leading axes may be any."""
+        key = (key.detach() if self.detach_keys else key).to(self.weight_in.dtype)
+        if self.num_networks > 1:
+            hidden = torch.relu(key @ self.weight_in + self.bias_in)
+            return (hidden @ self.weight_out + self.bias_out).squeeze(-1)
+        # one large product instead of one per batch entry and head
+        hidden = F.linear(key, self.weight_in[0].T, self.bias_in[0, 0]).relu_()
+        return F.linear(hidden, self.weight_out[0].T, self.bias_out[0, 0]).squeeze(-1)
 
     def _runs_fused(self, key: Tensor) -> bool:
         # the kernels add up the network's gradient in any order, and compute in float32; the compiler fuses by itself

@@ -1,93 +1,230 @@
-"""Attention on edges against dense attention with the adjacency matrix as mask: weights, KL and gradients."""
+"""Attention on edges against dense attention with the adjacency matrix as mask: weights, output, KL and gradients."""
 
 import pytest
 import torch
 
 import bayesattn as ba
 from bayesattn import noise
+from bayesattn.functional import edge_attention
 from bayesattn.ops.segment import csr, plain, reference
+from bayesattn.ops.segment.draws import edge_log_noise
 from bayesattn.ops.segment.edges import Edges
-from helpers import PRESETS, REDUCTIONS, WITH_KL, kl_oracle
+from helpers import PRESETS, REDUCTIONS, WITH_KL, kl_oracle, no_type_checks
 
-ROWS, SOURCES, HEADS = 7, 5, 3
+ROWS, SOURCES, HEADS, DIM = 7, 5, 3, 2
+SCOPES = ("graph", "neighbourhood")
+OPS = {"plain": plain, "csr": csr}
+both_ops = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 
 
 def graph(dtype=torch.float64):
-    """A random bipartite graph in which row 4 has no edge and source 2 has none; edges in random order."""
+    """A random bipartite graph in which row 4 has no edge and source 2 has none; edges given in random order."""
     generator = torch.Generator().manual_seed(0)
     adjacency = torch.rand(ROWS, SOURCES, generator=generator) < 0.5
     adjacency[4], adjacency[:, 2] = False, False
-    index, source = adjacency.nonzero(as_tuple=True)
-    order = torch.randperm(len(index), generator=generator)
-    index, source = index[order], source[order]
-    scores = torch.randn(len(index), HEADS, generator=generator, dtype=dtype)
-    dense = torch.zeros(1, HEADS, ROWS, SOURCES, dtype=dtype)
-    dense[0, :, index, source] = scores.T
-    return index, source, scores, dense, adjacency[None, None]
+    target, source = adjacency.nonzero(as_tuple=True)
+    order = torch.randperm(len(target), generator=generator)
+    edges = Edges.sort(source[order], target[order], SOURCES, ROWS)
+    scores = torch.randn(len(edges), HEADS, generator=generator, dtype=dtype)
+    return edges, scores, adjacency[None, None]
+
+
+def to_dense(x, edges):
+    return torch.zeros(1, x.shape[1], ROWS, SOURCES, dtype=x.dtype).index_put(
+        (torch.zeros(1, dtype=torch.long), torch.arange(x.shape[1])[:, None], edges.target, edges.source), x.T
+    )
 
 
 def log_prior(dtype=torch.float64):
-    logits = torch.randn(HEADS, SOURCES, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    logits[:, 2] = -torch.inf
-    return torch.log_softmax(logits, dim=-1)
+    logits = torch.randn(SOURCES, HEADS, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    logits[2] = -torch.inf
+    return torch.log_softmax(logits, dim=0)
 
 
-def test_softmax_is_the_dense_one():
-    index, source, scores, dense, mask = graph()
-    expected = torch.softmax(dense.masked_fill(~mask, -torch.inf), dim=-1)[0, :, index, source].T
-    torch.testing.assert_close(reference.segment_softmax(scores, index, ROWS), expected)
+@both_ops
+def test_softmax_is_the_dense_one(ops):
+    edges, scores, mask = graph()
+    dense = torch.softmax(to_dense(scores, edges).masked_fill(~mask, -torch.inf), dim=-1)
+    torch.testing.assert_close(ops.softmax(scores, edges), dense[0, :, edges.target, edges.source].T)
 
 
-def test_softmax_survives_scores_that_overflow():
-    index = torch.tensor([0, 0, 1])
-    weights = reference.segment_softmax(torch.tensor([[1e4], [-1e4], [-1e30]]), index, 3)
+@both_ops
+def test_softmax_survives_scores_that_overflow(ops):
+    edges = Edges.sort(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 1]), 3, 3)
+    weights = ops.softmax(torch.tensor([[1e4], [-1e4], [-1e30]]), edges)
     assert weights.squeeze(1).tolist() == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("function", ["lift_source", "lift_target", "sum_by_source", "sum_by_target", "softmax", "logsumexp"])
+def test_csr_is_plain_and_passes_gradcheck(function):
+    edges, scores, _ = graph()
+    rows = {"lift_source": SOURCES, "lift_target": ROWS}.get(function, len(edges))
+    x = torch.randn(rows, HEADS, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(getattr(csr, function)(x, edges), getattr(plain, function)(x, edges))
+    assert torch.autograd.gradcheck(lambda x: getattr(csr, function)(x, edges), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weighted_sum_of_parallel_edges_is_plain_and_passes_gradcheck(dtype):
+    edges, scores, _ = graph(dtype)
+    twice = Edges.sort(edges.source.repeat(2), edges.target.repeat(2), SOURCES, ROWS)
+    weights, value = torch.rand(len(twice), HEADS, dtype=dtype), torch.randn(SOURCES, HEADS, DIM, dtype=dtype)
+    torch.testing.assert_close(csr.weighted_sum(weights, value, twice), plain.weighted_sum(weights, value, twice))
+    if dtype == torch.float64:
+        inputs = (weights.requires_grad_(), value.requires_grad_())
+        assert torch.autograd.gradcheck(lambda w, v: csr.weighted_sum(w, v, twice), inputs)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.6, 0.9])
+def test_dropout_of_csr_drops_with_its_probability_and_keeps_the_mean(p):
+    dropped = csr.dropout(torch.ones(50_000, 4), p)
+    kept = dropped[dropped != 0.0]
+    share = 1.0 - kept.numel() / dropped.numel()
+    # 200,000 draws: five standard errors are below 0.006
+    assert abs(share - p) < 0.006
+    torch.testing.assert_close(kept, torch.full_like(kept, 1.0 / (1.0 - p)), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("heads", [3, 8, 19])
 @pytest.mark.parametrize("variant", ["BAM-WF", "BAM-LF"])
-def test_noise_of_edge_and_head_is_the_specified_entry(variant):
-    index, _, scores, _, _ = graph()
+def test_noise_of_edge_and_head_is_the_specified_entry(variant, heads):
     config = ba.AttentionConfig(variant, weibull_k=2.0, sigma_q=0.7)
-    if variant == "BAM-WF":
-        added = noise.exponential(11, (1, 1, len(index), HEADS), dtype=torch.float64)[0, 0].log() / 2.0
-    else:
-        added = 0.7 * noise.normal(11, (1, 1, len(index), HEADS), dtype=torch.float64)[0, 0]
-    expected = reference.segment_softmax(scores + added, index, ROWS)
-    torch.testing.assert_close(reference.sample_weights(scores, index, ROWS, 11, config), expected)
+    seed = (5 << 40) + 11
+    numbers = torch.tensor([4, 0, 70_000, 3])
+    entries = noise.log_noise(seed, (1, 1, 5, 96), config, dtype=torch.float64)[0, 0]
+    head = torch.arange(heads)
+    column = 32 * (head // 8) + 8 * (head % 8 // 2) + head % 2
+    drawn = edge_log_noise(seed, numbers, heads, config, torch.float64)
+    assert torch.equal(drawn[[0, 1, 3]], entries[numbers[[0, 1, 3]]][:, column])
+
+
+@pytest.mark.parametrize("variant", ["BAM-WF", "BAM-LF"])
+def test_a_draw_belongs_to_the_number_of_the_edge_not_to_its_place(variant):
+    edges, scores, _ = graph()
+    config = ba.AttentionConfig(variant, weibull_k=1.0)
+    value = torch.randn(SOURCES, HEADS, DIM, dtype=torch.float64)
+    given = Edges(edges.to_given(edges.source), edges.to_given(edges.target), SOURCES, ROWS)
+    unsorted = edge_attention(edges.to_given(scores), value, given, config=config, seed=3, backend="reference")
+    in_order = edge_attention(scores, value, edges, config=config, seed=3, backend="csr", need_weights=True)
+    torch.testing.assert_close(in_order.output, unsorted.output)
+    torch.testing.assert_close(edges.to_given(in_order.weights), unsorted.weights)
+
+
+def neighbourhood_oracle(scores, prior, edges, config):
+    """KL target by target, each with its own prior: a graph of one row is dense attention with one query."""
+    total, entries, rows = 0.0, 0, 0
+    summed = ba.AttentionConfig.from_dict({**config.to_dict(), "kl_reduction": "sum"})
+    for row in edges.target.unique():
+        own = edges.target == row
+        local = torch.log_softmax(prior[edges.source[own]], dim=0)
+        total += kl_oracle(scores[own].T[None, :, None], local.T[None, :, None], None, summed)[0]
+        entries, rows = entries + int(own.sum()) * HEADS, rows + HEADS
+    return total / {"sum": 1, "row_mean": rows, "mean": entries}[config.kl_reduction]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("variant", WITH_KL)
-def test_kl_is_the_definition_s(variant, preset, reduction):
-    index, source, scores, dense, mask = graph()
+@both_ops
+def test_kl_is_the_definition_s(variant, preset, reduction, ops):
+    edges, scores, mask = graph()
     config = ba.AttentionConfig(variant, preset=preset, kl_reduction=reduction, gamma_beta=0.3, weibull_k=3.0)
     prior = log_prior() if config.prior_kind == "contextual" else None
-    edge_prior = None if prior is None else prior[:, source].T
-    actual = reference.kl_total(scores, edge_prior, index, ROWS, config)
-    expected = kl_oracle(dense, None if prior is None else prior[None, :, None], mask, config)
+    actual = reference.kl_total(scores, prior, edges, config, "graph", ops)
+    expected = kl_oracle(to_dense(scores, edges), None if prior is None else prior.T[None, :, None], mask, config)
     torch.testing.assert_close(actual, torch.tensor(expected))
+    if prior is not None:
+        actual = reference.kl_total(scores, prior, edges, config, "neighbourhood", ops)
+        torch.testing.assert_close(float(actual), float(neighbourhood_oracle(scores, prior, edges, config)))
 
 
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("variant", WITH_KL)
-def test_gradients_pass_gradcheck(variant, preset):
-    index, source, scores, _, _ = graph()
+@both_ops
+def test_gradients_pass_gradcheck(variant, preset, scope, ops):
+    edges, scores, _ = graph()
     config = ba.AttentionConfig(variant, preset=preset, gamma_beta=0.3)
-    prior = log_prior()[:, source].T.clone().requires_grad_() if config.prior_kind == "contextual" else None
+    prior = log_prior().nan_to_num(neginf=0.0).requires_grad_() if config.prior_kind == "contextual" else None
     scores.requires_grad_()
 
     def both(scores, prior=None):
-        weights = reference.sample_weights(scores, index, ROWS, 3, config)
-        return weights, reference.kl_total(scores, prior, index, ROWS, config)
+        weights = reference.sample_weights(scores, edges, 3, config, ops)
+        return weights, reference.kl_total(scores, prior, edges, config, scope, ops)
 
     assert torch.autograd.gradcheck(both, (scores,) if prior is None else (scores, prior), fast_mode=True)
 
 
 @pytest.mark.parametrize("variant", WITH_KL)
-def test_a_graph_without_edges_has_no_kl(variant):
+@pytest.mark.parametrize("backend", ["reference", "csr"])
+def test_a_graph_without_edges_has_no_kl_and_output_zero(variant, backend):
     config = ba.AttentionConfig(variant)
-    prior = torch.zeros(0, HEADS) if config.prior_kind == "contextual" else None
     none = torch.zeros(0, dtype=torch.long)
-    assert reference.kl_total(torch.zeros(0, HEADS), prior, none, 3, config).tolist() == [0.0]
-    assert reference.sample_weights(torch.zeros(0, HEADS), none, 3, 0, config).shape == (0, HEADS)
+    edges = Edges.sort(none, none, SOURCES, ROWS)
+    prior = log_prior(torch.float32) if config.prior_kind == "contextual" else None
+    scores = torch.zeros(0, HEADS, requires_grad=True)
+    value = torch.randn(SOURCES, HEADS, DIM, requires_grad=True)
+    result = edge_attention(scores, value, edges, config=config, prior=prior, backend=backend)
+    assert result.kl.tolist() == [0.0]
+    assert torch.equal(result.output, torch.zeros(ROWS, HEADS, DIM))
+    (result.output.sum() + result.kl.sum()).backward()
+    assert torch.equal(value.grad, torch.zeros_like(value))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_output_has_the_dtype_of_the_value_and_the_kl_is_float32(dtype):
+    edges, scores, _ = graph(torch.float32)
+    value = torch.randn(SOURCES, HEADS, DIM, dtype=dtype)
+    result = edge_attention(scores.to(dtype), value, edges, config=ba.AttentionConfig("BAM-WF"))
+    assert (result.output.dtype, result.kl.dtype) == (dtype, torch.float32)
+
+
+@pytest.mark.parametrize(("variant", "kl"), [("soft", 0.0), ("BAM-NOKL", 0.0)])
+def test_variants_without_a_kl_return_zero(variant, kl):
+    edges, scores, _ = graph()
+    value = torch.randn(SOURCES, HEADS, DIM, dtype=torch.float64)
+    assert edge_attention(scores, value, edges, config=ba.AttentionConfig(variant)).kl.tolist() == [kl]
+    assert edge_attention(scores, value, edges, config=ba.AttentionConfig(variant), need_kl=False).kl is None
+
+
+@pytest.mark.parametrize(("source", "target"), [([0, 5], [0, 1]), ([0, -1], [0, 1]), ([0, 1], [0, 7])])
+def test_an_end_point_out_of_range_is_refused(source, target):
+    with pytest.raises(ValueError, match=r"of the edges has entries in .*; allowed: \[0, \d\]"):
+        Edges.sort(torch.tensor(source), torch.tensor(target), SOURCES, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.zeros(2, HEADS)}, r"scores has shape \(2, 3\); allowed"),
+        ({"scores": torch.zeros(2, HEADS, dtype=torch.long)}, "scores is torch.int64; allowed"),
+        ({"value": torch.zeros(SOURCES, HEADS + 1, DIM)}, r"value has shape \(5, 4, 2\); allowed"),
+        ({"prior": None}, "prior is None; allowed for BAM-WC"),
+        ({"prior": torch.zeros(SOURCES, 2)}, r"prior has shape \(5, 2\); allowed"),
+        ({"config": ba.AttentionConfig("BAM-WF")}, "prior is a tensor; allowed for BAM-WF: None"),
+        ({"prior_scope": "world"}, "prior_scope is 'world'; allowed: 'graph', 'neighbourhood'"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed"),
+        ({"backend": "blocked"}, "backend is 'blocked'; allowed: 'auto', 'reference', 'csr', 'triton'"),
+        ({"backend": "triton"}, "backend is 'triton', but .*the tensors are on cpu, not on a GPU|triton is not installed"),
+    ],
+)
+def test_bad_arguments_are_named(monkeypatch, change, message):
+    no_type_checks(monkeypatch)
+    edges, scores, _ = graph(torch.float32)
+    arguments = {
+        "scores": scores,
+        "value": torch.randn(SOURCES, HEADS, DIM),
+        "edges": edges,
+        "config": ba.AttentionConfig("BAM-WC"),
+        "prior": log_prior(torch.float32),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        edge_attention(**arguments)
+
+
+def test_csr_refuses_unsorted_edges_by_name():
+    edges, scores, _ = graph(torch.float32)
+    unsorted = Edges(edges.source, edges.target, SOURCES, ROWS)
+    with pytest.raises(ValueError, match="backend is 'csr', but the edges are not sorted"):
+        edge_attention(scores, torch.randn(SOURCES, HEADS, DIM), unsorted, config=ba.AttentionConfig("BAM-WF"), backend="csr")

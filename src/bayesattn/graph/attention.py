@@ -25,6 +25,7 @@ from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, Prior
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.priors import contextual_log_prior
 
 # of every layer, the edges of its last call, as given and sorted; not on the layer, which is copied and pickled
 _SORTED: WeakKeyDictionary[nn.Module, tuple[tuple[Tensor, Tensor], Edges]] = WeakKeyDictionary()
@@ -169,8 +170,11 @@ class EdgeAttentionModule(BayesianModule):
         if self.bayes_prior is None:
             return None
         with torch.autocast(keys.device.type, enabled=False):
-            is_source = (edges.out_degree > 0)[None, None]
-            return self.bayes_prior(keys.transpose(0, 1).unsqueeze(0), is_source)[0, :, 0].transpose(0, 1)
+            if self.bayes_prior.num_networks > 1:
+                logits = self.bayes_prior.logits(keys.transpose(0, 1))
+            else:
+                logits = self.bayes_prior.logits(keys).transpose(0, 1)
+            return contextual_log_prior(logits[None], (edges.out_degree > 0)[None, None])[0, :, 0].transpose(0, 1)
 
 
 def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tensor, " e"]]:

@@ -174,7 +174,7 @@ def _lift(x: Tensor, edges: Edges, side: Side) -> Tensor:
 
 def _sum(x: Tensor, edges: Edges, side: Side) -> Tensor:
     matrix = _sum_matrix(edges, side, x.dtype)
-    return (matrix @ x.reshape(x.shape[0], -1)).view(matrix.shape[0], *x.shape[1:])
+    return (matrix @ x.flatten(1)).view(matrix.shape[0], *x.shape[1:])
 
 
 def _softmax(scores: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:

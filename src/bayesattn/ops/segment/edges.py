@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Int, Int32, Shaped
 from torch import Tensor
 
 
@@ -74,11 +74,11 @@ class Edges:
             self._memo[key] = build()
         return self._memo[key]
 
-    def from_given(self, x: Float[Tensor, "e *f"]) -> Float[Tensor, "e *f"]:
+    def from_given(self, x: Shaped[Tensor, "e *f"]) -> Shaped[Tensor, "e *f"]:
         """Bring values per edge from the order the edges were given in into this one."""
         return x if self.order is None else x.index_select(0, self.order)
 
-    def to_given(self, x: Float[Tensor, "e *f"]) -> Float[Tensor, "e *f"]:
+    def to_given(self, x: Shaped[Tensor, "e *f"]) -> Shaped[Tensor, "e *f"]:
         """Undo `from_given`."""
         return x if self.order is None else x.index_select(0, self._inverse)
 
