@@ -1,5 +1,7 @@
 """The three layers over all pairs of nodes, from their parameters: n² memory, no PyG code, noise as a dense array."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -16,9 +18,9 @@ def dense_layer(layer, kind, x, edge_index, edge_attr, noise):
         nodes = torch.arange(min(len(source), len(target)))
         edge_index = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
         if edge_attr is not None:
-            degree = torch.zeros(len(target)).to(source.dtype).index_add(0, edge_index[1, : len(edge_attr)], torch.ones(len(edge_attr)).to(source.dtype))
-            total = edge_attr.new_zeros(len(target), edge_attr.shape[1]).index_add(0, edge_index[1, : len(edge_attr)], edge_attr)
-            edge_attr = torch.cat([edge_attr, (total / degree.clamp(min=1.0)[:, None])[nodes]])
+            # PyG's default: a loop has the mean of the features of the edges into its node
+            into = F.one_hot(edge_index[1, : len(edge_attr)], len(target)).to(edge_attr.dtype)
+            edge_attr = torch.cat([edge_attr, (into.T @ edge_attr / into.sum(0).clamp(min=1.0)[:, None])[nodes]])
     place = (edge_index[1], edge_index[0])
 
     def spread(values):
@@ -81,7 +83,7 @@ def dense_kl(scores, keys, adjacency, layer):
     if config.family == "weibull":
         log_alpha = torch.full_like(phi, config.gamma_alpha).log()
         if log_psi is not None:
-            log_alpha = log_psi + (torch.tensor(config.gamma_beta).log() if config.alpha_form == "beta_psi" else 0.0)
+            log_alpha = log_psi + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
         kl = kl_weibull_gamma(phi, log_alpha, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
     else:
         mu_p = torch.full_like(phi, config.mu_p)

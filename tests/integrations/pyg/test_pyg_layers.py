@@ -61,12 +61,21 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("backend", ["csr", "reference"])
+@every_case
+def test_equals_dense_attention_with_every_gradient(monkeypatch, kind, setting, backend):
+    check_against_dense(monkeypatch, kind, setting, backend, CONFIGS["WC"], "neighbourhood")
+
+
 @pytest.mark.parametrize("scope", ["graph", "neighbourhood"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@every_case
-def test_equals_dense_attention_with_every_gradient(monkeypatch, kind, setting, config, scope, backend):
+@every_kind
+def test_every_prior_and_scope_equals_dense_attention(monkeypatch, kind, config, scope):
+    check_against_dense(monkeypatch, kind, "plain", "csr", config, scope)
+
+
+def check_against_dense(monkeypatch, kind, setting, backend, config, scope):
     layer, x, index, edge_attr = case(kind, setting, config=config, prior_scope=scope, backend=backend)
-    noise = torch.randn(index.shape[1] + NODES, HEADS, dtype=torch.float64)[: index.shape[1] + (NODES if "loops" in setting else 0)]
+    noise = torch.randn(index.shape[1] + (NODES if "loops" in setting else 0), HEADS, dtype=torch.float64)
     fix_noise(monkeypatch, noise)
     with ba.record_kl() as kl:
         output = layer(x, index, edge_attr)

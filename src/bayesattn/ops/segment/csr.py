@@ -173,8 +173,10 @@ def _lift(x: Tensor, edges: Edges, side: Side) -> Tensor:
 
 
 def _sum(x: Tensor, edges: Edges, side: Side) -> Tensor:
-    matrix = _sum_matrix(edges, side, x.dtype)
-    return (matrix @ x.flatten(1)).view(matrix.shape[0], *x.shape[1:])
+    # sums are float32 or better, and the sparse products know nothing less
+    wide = torch.promote_types(x.dtype, torch.float32)
+    matrix = _sum_matrix(edges, side, wide)
+    return (matrix @ x.to(wide).flatten(1)).to(x.dtype).view(matrix.shape[0], *x.shape[1:])
 
 
 def _softmax(scores: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:

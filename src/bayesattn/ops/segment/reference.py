@@ -144,7 +144,7 @@ def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: Attentio
 def _weibull_rows(lse: Tensor, edges: Edges, config: AttentionConfig) -> Tensor:
     """Sum over the rows of β Σ_e exp Φ_e, from the log-sum-exp of the row; with Φ = log-softmax every row's is β."""
     if config.score_form != "raw":
-        return config.gamma_beta * edges.num_rows * lse.shape[1]
+        return config.gamma_beta * (edges.num_rows * lse.shape[1]).to(lse.dtype)
     rows = capped_exp(lse + math.log(config.gamma_beta))
     return rows.masked_fill((edges.degree == 0)[:, None], 0.0).sum()
 
