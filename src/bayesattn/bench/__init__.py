@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-SUITES = ("attention", "model", "conversion")
+SUITES = ("attention", "conversion", "graph", "model")
 
 
 def run_suite(name: str, device: str, out: Path) -> None:

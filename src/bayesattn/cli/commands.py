@@ -158,7 +158,7 @@ def reproduce(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, model or conversion.")],
+    suite: Annotated[str, typer.Argument(help="attention, conversion, graph or model.")],
     out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:

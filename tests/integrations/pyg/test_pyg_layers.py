@@ -283,10 +283,9 @@ def test_memory_is_linear_in_the_edges(scope):
 
 
 @pytest.mark.compile
-@every_kind
 @pytest.mark.parametrize("training", [True, False])
-def test_compiles_to_one_graph(kind, training):
-    layer, x, index, _ = case(kind, "plain", dtype=torch.float32, config=ba.AttentionConfig("BAM-WC"))
+def test_a_constructed_layer_compiles_to_one_graph(training):
+    layer, x, index, _ = case("gat", "self-loops", dtype=torch.float32, config=ba.AttentionConfig("BAM-WC"))
     layer.train(training)
 
     def step(x, index):

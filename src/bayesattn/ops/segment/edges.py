@@ -7,7 +7,6 @@ position p was given with; noise belongs to that number.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -82,37 +81,47 @@ class Edges:
         """Undo `from_given`."""
         return x if self.order is None else x.index_select(0, self._inverse)
 
-    @cached_property
+    @property
     def _inverse(self) -> Int[Tensor, " e"]:
-        positions = torch.arange(len(self), device=self.source.device)
-        return positions if self.order is None else torch.empty_like(positions).scatter_(0, self.order, positions)
+        def build() -> Tensor:
+            return torch.empty_like(self.numbers).scatter_(0, self.numbers, torch.arange(len(self), device=self.source.device))
 
-    @cached_property
+        return self.memo("inverse", build)
+
+    @property
     def target_pointers(self) -> Int32[Tensor, " r1"]:
         """Position of the first edge of every target, and the number of edges; the edges must be sorted."""
-        return torch._convert_indices_from_coo_to_csr(self.target, self.num_targets, out_int32=True)
+        return self.memo("target pointers", lambda: _pointers(self.target, self.num_targets))
 
-    @cached_property
+    @property
     def by_source(self) -> Int32[Tensor, " e"]:
         """Positions of the edges, sorted by source."""
-        return torch.argsort(self.source, stable=True).to(torch.int32)
+        return self.memo("by source", lambda: torch.argsort(self.source, stable=True).to(torch.int32))
 
-    @cached_property
+    @property
     def source_pointers(self) -> Int32[Tensor, " n1"]:
         """Where the edges of every source begin in `by_source`."""
-        return torch._convert_indices_from_coo_to_csr(self.source[self.by_source], self.num_sources, out_int32=True)
+        return self.memo("source pointers", lambda: _pointers(self.source[self.by_source], self.num_sources))
 
-    @cached_property
+    @property
     def degree(self) -> Int[Tensor, " r"]:
         """Number of edges of every target."""
-        return self.target.new_zeros(self.num_targets).index_add(0, self.target, torch.ones_like(self.target))
+        return self.memo("degree", lambda: _count(self.target, self.num_targets))
 
-    @cached_property
+    @property
     def out_degree(self) -> Int[Tensor, " n"]:
         """Number of edges of every source."""
-        return self.source.new_zeros(self.num_sources).index_add(0, self.source, torch.ones_like(self.source))
+        return self.memo("out degree", lambda: _count(self.source, self.num_sources))
 
-    @cached_property
+    @property
     def num_rows(self) -> Int[Tensor, ""]:
         """Number of targets with at least one edge."""
-        return (self.degree > 0).sum()
+        return self.memo("rows", lambda: (self.degree > 0).sum())
+
+
+def _pointers(nodes: Int[Tensor, " e"], count: int) -> Int32[Tensor, " n1"]:
+    return torch._convert_indices_from_coo_to_csr(nodes, count, out_int32=True)
+
+
+def _count(nodes: Int[Tensor, " e"], count: int) -> Int[Tensor, " n"]:
+    return nodes.new_zeros(count).index_add(0, nodes, torch.ones_like(nodes))

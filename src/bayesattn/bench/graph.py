@@ -1,0 +1,99 @@
+"""Graph attention layers: Bayesian GAT against PyG's `GATConv` on the same random graph, whole layer, forward + backward."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv
+
+from bayesattn.bench.harness import Row, Suite
+from bayesattn.config import AttentionConfig
+from bayesattn.functional import EdgeBackend, edge_attention
+from bayesattn.graph import BayesianGATConv
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.recording import record_kl
+
+CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
+NO_KL = AttentionConfig("BAM-NOKL", weibull_k=10.0)
+HEADS = FEATURES = 8
+
+
+class Case(NamedTuple):
+    """A random graph; edges include the self loops of the data sets of this size."""
+
+    nodes: int
+    edges: int
+    in_features: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes}n {self.edges}e {self.in_features}f"
+
+
+# Cora's graph with the input of a second layer (where projections hide nothing) and with its own; PubMed's; ogbn-arxiv's
+CPU_CASES = [Case(2708, 13264, 64), Case(2708, 13264, 1433), Case(19717, 108365, 500)]
+GPU_CASES = [Case(19717, 108365, 500), Case(169343, 2484941, 128)]
+
+
+def check(case: Case, device: str, backend: EdgeBackend) -> None:
+    """Refuse to time anything wrong: output, KL and gradients against the reference with the same seed."""
+    edges = Edges.sort(*torch.randint(0, case.nodes, (2, min(case.edges, 20_000)), device=device), case.nodes, case.nodes)
+    inputs = [
+        torch.randn(len(edges), HEADS, device=device, requires_grad=True),
+        torch.randn(case.nodes, HEADS, FEATURES, device=device, requires_grad=True),
+        torch.randn(case.nodes, HEADS, device=device).log_softmax(0).requires_grad_(),
+    ]
+    results = []
+    for name in (backend, "reference"):
+        scores, value, prior = inputs
+        result = edge_attention(scores, value, edges, config=CONFIG, prior=prior, seed=7, backend=name)
+        assert result.kl is not None
+        gradients = torch.autograd.grad(result.output.square().sum() + result.kl.sum(), inputs)
+        results.append([x.detach().double() for x in (result.output, result.kl, *gradients)])
+    for ours, plain in zip(*results, strict=True):
+        error = float((ours - plain).norm() / plain.norm())
+        if not error < 1e-4:
+            raise RuntimeError(f"{case}: {backend} and reference differ by {error:.2e}; nothing was timed")
+
+
+def run(device: str, cases: list[Case] | None = None) -> list[Row]:
+    """Time forward + backward, and the forward of Monte Carlo prediction, for every graph and layer."""
+    suite = Suite("graph", device)
+    backends: tuple[EdgeBackend, ...] = ("reference", "triton") if device == "cuda" else ("csr", "reference")
+    for case in cases or (GPU_CASES if device == "cuda" else CPU_CASES):
+        for backend in backends:
+            check(case, device, backend)
+        _run_case(suite, case, device, backends)
+    return suite.rows
+
+
+def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend, ...]) -> None:
+    torch.manual_seed(0)
+    index = torch.randint(0, case.nodes, (2, case.edges), device=device)
+    x = torch.randn(case.nodes, case.in_features, device=device)
+    upstream = torch.randn(case.nodes, HEADS * FEATURES, device=device)
+    sizes = {"in_channels": case.in_features, "out_channels": FEATURES, "heads": HEADS, "add_self_loops": False}
+    layers: dict[str, nn.Module] = {"GATConv": GATConv(**sizes)}
+    for backend in backends:
+        layers[f"BAM-NOKL {backend}"] = BayesianGATConv(**sizes, config=NO_KL, backend=backend)
+        layers[f"BAM-WC {backend}"] = BayesianGATConv(**sizes, config=CONFIG, backend=backend)
+    for name, layer in layers.items():
+        suite.run(str(case), name, "fwd+bwd", training_step(layer.to(device), x, index, upstream, "WC" in name))
+    with torch.no_grad():
+        for name, layer in layers.items():
+            if "WC" not in name:
+                suite.run(str(case), name, "forward", lambda layer=layer: layer(x, index))
+
+
+def training_step(layer: nn.Module, x: Tensor, index: Tensor, upstream: Tensor, with_kl: bool):
+    """Return a call that runs a layer forward and backward once."""
+
+    def step() -> None:
+        if with_kl:
+            with record_kl() as kl:
+                output = layer(x, index)
+            torch.autograd.backward([output, kl.total()], [upstream, upstream.new_tensor(1e-3)])
+        else:
+            layer(x, index).backward(upstream)
+        layer.zero_grad(set_to_none=True)
+
+    return step
