@@ -96,7 +96,7 @@ def kl_total(
         if prior_scope == "neighbourhood":
             log_prior = edge_log_prior(log_prior, edges, ops)
     if config.family == "weibull":
-        kl = _weibull_entries(phi, log_prior, prior_scope, edges, config, ops) + _weibull_rows(lse, edges, config)
+        kl = _weibull_entries(phi, log_prior, prior_scope, edges, config, ops) + weibull_rows(lse, edges, config)
     else:
         kl = kl_lognormal_lognormal(
             phi, _location(phi, log_prior, prior_scope, edges, config, ops), sigma_q=config.sigma_q, sigma_p=config.sigma_p
@@ -141,7 +141,7 @@ def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: Attentio
     return sums.sum()
 
 
-def _weibull_rows(lse: Tensor, edges: Edges, config: AttentionConfig) -> Tensor:
+def weibull_rows(lse: Tensor, edges: Edges, config: AttentionConfig) -> Tensor:
     """Sum over the rows of β Σ_e exp Φ_e, from the log-sum-exp of the row; with Φ = log-softmax every row's is β."""
     if config.score_form != "raw":
         return config.gamma_beta * (edges.num_rows * lse.shape[1]).to(lse.dtype)

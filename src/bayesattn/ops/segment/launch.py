@@ -1,0 +1,72 @@
+"""How the kernels on edges are launched: tile sizes, runs of edges, and a count of what ran."""
+
+from collections import Counter
+
+import torch
+import triton
+from jaxtyping import Int32
+from torch import Tensor
+
+from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.ops.segment import kernels
+from bayesattn.ops.segment.edges import Edges
+
+# how often each kernel was launched, so that a test can prove which one ran
+LAUNCHES: Counter[str] = Counter()
+
+# a row with more edges than this is several runs, so that a hub keeps many programs busy instead of one for long
+LONGEST_RUN = 512
+
+# entries of a tile [edges, heads, features], and how many of them a warp takes; not measured on a GPU yet
+TILE = 1024
+ENTRIES_PER_WARP = 1024
+
+Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"] | None]
+
+
+def blocks(heads: int, features: int) -> dict[str, int]:
+    """Return tile sizes and warps: eight heads share a Philox call, and a tile has at least four edges."""
+    bd = triton.next_power_of_2(features)
+    hb = min(8, triton.next_power_of_2(heads))
+    while hb > 1 and hb * bd > TILE // 4:
+        hb //= 2
+    be = max(4, min(16, TILE // (hb * bd)))
+    return {"BE": be, "HB": hb, "BD": bd, "num_warps": max(1, min(4, be * hb * bd // ENTRIES_PER_WARP)), "num_stages": 2}
+
+
+def launch(name: str, num_runs: int, heads: int, *args: object, **constants: object) -> None:
+    """Launch one of the kernels on every run and block of heads, and count it."""
+    LAUNCHES[name] += 1
+    head_blocks = -(-heads // int(str(constants["HB"])))
+    getattr(kernels, f"{name}_kernel")[(num_runs, head_blocks)](*args, **constants)
+
+
+def runs(edges: Edges, side: str) -> Runs:
+    """Return where the runs of edges begin and which node each belongs to; None where every node has exactly one."""
+    pointers = edges.source_pointers if side == "source" else edges.target_pointers
+
+    def build() -> Runs:
+        # the number of runs is bounded without looking at the degrees; a compiler must not look
+        is_short = not torch.compiler.is_compiling() and int(pointers.diff().max()) <= LONGEST_RUN
+        return (pointers, None) if is_short else split_rows(pointers, len(edges), LONGEST_RUN)
+
+    return edges.memo(("runs", side), build)
+
+
+def split_rows(pointers: Int32[Tensor, " n1"], num_edges: int, longest: int) -> Runs:
+    """Cut every row into runs of at most `longest` edges; runs left over at the end are empty and go to the last row."""
+    pieces = (-(-pointers.diff() // longest)).clamp(min=1)
+    last = pieces.cumsum(0)
+    count = pieces.shape[0] + num_edges // longest
+    numbers = torch.arange(count, device=pointers.device)
+    nodes = torch.searchsorted(last, numbers, right=True)
+    is_real = nodes < pieces.shape[0]
+    nodes = nodes.clamp(max=pieces.shape[0] - 1)
+    begin = pointers[nodes] + (numbers - last[nodes] + pieces[nodes]) * longest
+    begin = torch.where(is_real, begin, num_edges)
+    return torch.cat([begin, begin.new_full((1,), num_edges)]).to(torch.int32), nodes.to(torch.int32)
+
+
+def constants(value: Tensor, **switches: object) -> dict:
+    """Return what a kernel is compiled for: tile sizes, switches and precision."""
+    return {**blocks(*value.shape[1:]), **switches, "FAST": value.dtype != torch.float32 and not INTERPRETED}

@@ -1,0 +1,278 @@
+"""Stochastic attention on edges on a GPU: the Triton kernels as torch operators with gradients.
+
+The forward operator returns, beside the output, what the KL of either family needs: the log-sum-exp of every row's clean
+scores and two moments over its edges, Σ α and Σ α Φ (Weibull) or Σ (Φ − μ) and Σ (Φ − μ)² (lognormal). Their gradients
+flow back through the same kernel. Per edge there are the scores, their gradient and nothing with features.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bayesattn import noise
+from bayesattn.config import AttentionConfig
+from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.launch import constants, launch, runs
+from bayesattn.ops.segment.reference import (
+    EdgeAttention,
+    PriorScope,
+    edge_log_prior,
+    log_alpha,
+    reduce_kl,
+    sample_weights,
+    weibull_rows,
+    zero_where_unused,
+)
+
+# what `prior` of the operators is: one number for all, a row per source, a row per edge
+CONSTANT, PER_SOURCE, PER_EDGE = 0, 1, 2
+
+
+def attention(
+    scores: Float[Tensor, "e h"],
+    value: Float[Tensor, "n h d"],
+    edges: Edges,
+    *,
+    config: AttentionConfig,
+    log_prior: Float[Tensor, "n h"] | None,
+    prior_scope: PriorScope,
+    seed: noise.Seed | None,
+    need_kl: bool,
+    need_weights: bool,
+) -> EdgeAttention:
+    """Return output and KL of one draw, and its weights if asked for, which then cost what the reference costs."""
+    phi = scores.to(torch.float32)
+    seed = noise.draw_seed(scores.device) if seed is None else noise.as_seed(seed, 1, scores.device)
+    weibull = config.family == "weibull"
+    strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
+    if log_prior is not None:
+        log_prior = zero_where_unused(log_prior.to(torch.float32), edges)
+        if prior_scope == "neighbourhood":
+            log_prior = edge_log_prior(log_prior, edges)
+    prior, constant = _prior(phi, log_prior, config) if need_kl else (None, 0.0)
+    kind = CONSTANT if prior is None else PER_EDGE if prior_scope == "neighbourhood" else PER_SOURCE
+    need_lse = need_kl and (weibull or config.score_form == "log_softmax")
+    fused = edge_attention_forward if torch.compiler.is_compiling() else _FusedEdgeAttention.apply
+    output, _, lse, first, second = fused(
+        phi, value, prior, seed, *_indices(edges), weibull, strength, constant, kind, need_lse, need_kl
+    )
+    kl = None
+    if need_kl:
+        total = _weibull_total if weibull else _lognormal_total
+        kl = reduce_kl(total(first, second, lse, log_prior, kind, edges, config), edges, phi.shape[1], config)
+    weights = sample_weights(phi, edges, seed, config) if need_weights else None
+    return EdgeAttention(output, weights, weights, kl)
+
+
+def _prior(phi: Tensor, log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | None, float]:
+    """Return α (Weibull) or μ (lognormal) as a tensor, or the number it is everywhere."""
+    if log_prior is None:
+        return None, config.gamma_alpha if config.family == "weibull" else config.mu_p
+    if config.family == "weibull":
+        return torch.exp(log_alpha(log_prior, config, phi)), 0.0
+    return log_prior if config.mu_form == "log_psi" else torch.exp(log_prior), 0.0
+
+
+def _weibull_total(first, second, lse, log_prior, kind: int, edges: Edges, config: AttentionConfig) -> Tensor:
+    """Σ_e c_e − Σ_i (Σ_e α Φ − LSE_i Σ_e α) + the rows' β Σ exp Φ; without LSE in the middle where Φ is the raw score."""
+    log_a = log_alpha(log_prior, config, first)
+    key_term = weibull_gamma_key_term(log_a, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
+    if kind == CONSTANT:
+        key_term = key_term * (len(edges) * first.shape[1])
+    elif kind == PER_SOURCE:
+        key_term = key_term * edges.out_degree[:, None]
+    products = second - lse * first if config.score_form == "log_softmax" else second
+    return key_term.sum() - products.sum() + weibull_rows(lse, edges, config)
+
+
+def _lognormal_total(first, second, lse, log_prior, kind: int, edges: Edges, config: AttentionConfig) -> Tensor:
+    """Σ_e (Φ − μ − x)² = second − 2 x first + degree x² in every row, x = σ_q²/2 (+ LSE where Φ is the log-softmax)."""
+    shift = 0.5 * config.sigma_q**2 + (lse if config.score_form == "log_softmax" else 0.0)
+    squares = second - 2.0 * shift * first + edges.degree[:, None] * shift**2
+    constant = lognormal_constant(sigma_q=config.sigma_q, sigma_p=config.sigma_p)
+    return 0.5 * squares.sum() / config.sigma_p / config.sigma_p + constant * len(edges) * first.shape[1]
+
+
+def _indices(edges: Edges) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int]:
+    """Return what the operators need to know of a graph, with 32-bit indices."""
+    narrow = edges.memo("narrow", lambda: [x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers)])
+    return *narrow, edges.by_source, *runs(edges, "target"), *runs(edges, "source"), edges.num_targets
+
+
+def _forward(
+    scores: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    seed: Tensor,
+    source: Tensor,
+    target: Tensor,
+    numbers: Tensor,
+    by_source: Tensor,
+    begin: Tensor,
+    nodes: Tensor | None,
+    begin_source: Tensor,
+    nodes_source: Tensor | None,
+    num_targets: int,
+    weibull: bool,
+    strength: float,
+    constant: float,
+    kind: int,
+    need_lse: bool,
+    need_moments: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return output, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty."""
+    scores, value = scores.contiguous(), value.contiguous()
+    prior = None if prior is None else prior.contiguous()
+    h, d = value.shape[1:]
+    num_runs = begin.shape[0] - 1
+    out = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)
+    lse = scores.new_empty((num_runs, h))
+    clean, first, second = (
+        torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
+    )
+    if out.numel():
+        launch(
+            "forward", num_runs, h, scores, value, scores if prior is None else prior, seed, source, numbers, begin,
+            out, lse, clean, first, second, h, d, strength, constant,
+            **constants(value, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=need_moments, KIND=kind),
+        )  # fmt: skip
+    if nodes is not None:
+        rows = _merge(lse, nodes, num_targets)
+        out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
+        out, lse = out.to(value.dtype), rows
+        clean = _merge(clean * math.log2(math.e), nodes, num_targets) * math.log(2.0) if need_lse else clean
+        if need_moments:
+            first, second = (_add_runs(x, nodes, num_targets) for x in (first, second))
+    # a row without an edge is 0, as everywhere; no edge looks there
+    return out, lse, torch.where(clean == -math.inf, 0.0, clean), first, second
+
+
+def _merge(lse: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
+    """Return log2 Σ 2^lse over the runs of each node; −inf where there is nothing."""
+    index = nodes.long()[:, None].expand_as(lse)
+    top = lse.new_full((num_rows, lse.shape[1]), -math.inf).scatter_reduce(0, index, lse, "amax")
+    shift = torch.where(top == -math.inf, 0.0, top)
+    return shift + torch.log2(_add_runs(torch.exp2(lse - shift[nodes]), nodes, num_rows))
+
+
+def _add_runs(x: Tensor, nodes: Tensor | None, num_rows: int) -> Tensor:
+    return x if nodes is None else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
+
+
+# torch.compile sees one opaque operator; eager calls take the autograd function below, which costs less Python
+edge_attention_forward = torch.library.custom_op("bayesattn::edge_attention_forward", _forward, mutates_args=())
+
+
+@edge_attention_forward.register_fake
+def _(scores, value, prior, seed, source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets, *options):
+    need_lse, need_moments = options[-2:]
+
+    def rows(needed: bool) -> Tensor:
+        return scores.new_empty((num_targets, scores.shape[1]) if needed else 0)
+
+    out = value.new_empty((num_targets, *value.shape[1:]))
+    return out, rows(True), rows(need_lse), rows(need_moments), rows(need_moments)
+
+
+def _backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    grad_first: Tensor | None,
+    grad_second: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    clean: Tensor,
+    scores: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    seed: Tensor,
+    target: Tensor,
+    numbers: Tensor,
+    by_source: Tensor,
+    begin: Tensor,
+    nodes: Tensor | None,
+    weibull: bool,
+    strength: float,
+    constant: float,
+    kind: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of scores, values and prior (empty without one)."""
+    scores, value, grad = scores.contiguous(), value.contiguous(), grad.contiguous()
+    prior = None if prior is None else prior.contiguous()
+    (n, h, d), num_runs = value.shape, begin.shape[0] - 1
+    delta = (out.to(torch.float32) * grad).sum(dim=-1)
+    rows = [delta if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
+    grad_scores = torch.empty_like(scores)
+    grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)
+    grad_prior = scores.new_empty(0)
+    if kind == PER_SOURCE:
+        grad_prior = scores.new_empty((num_runs, h))
+    elif kind == PER_EDGE:
+        grad_prior = torch.empty_like(scores)
+    owners = torch.arange(n, dtype=torch.int32, device=value.device) if nodes is None else nodes
+    if grad_value.numel():
+        launch(
+            "backward", num_runs, h, scores, value, scores if prior is None else prior, seed, target, numbers, by_source,
+            owners, begin, grad, lse, clean, delta, *rows, grad_scores, grad_value, grad_prior, h, d, strength, constant,
+            **constants(value, WEIBULL=weibull, CLEAN=grad_lse is not None, MOMENTS=grad_first is not None, KIND=kind),
+        )  # fmt: skip
+    if kind == PER_SOURCE:
+        grad_prior = _add_runs(grad_prior, nodes, n)
+    return grad_scores, _add_runs(grad_value, nodes, n).to(value.dtype), grad_prior
+
+
+edge_attention_backward = torch.library.custom_op("bayesattn::edge_attention_backward", _backward, mutates_args=())
+
+
+@edge_attention_backward.register_fake
+def _(grad, grad_lse, grad_first, grad_second, out, lse, clean, scores, value, prior, *options):
+    grad_prior = scores.new_empty(0) if prior is None else prior.new_empty(prior.shape)
+    return scores.new_empty(scores.shape), value.new_empty(value.shape), grad_prior
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    scores, value, prior, seed, _, target, numbers, by_source, _, _, begin, nodes, _, *ctx.options, need_lse, need_kl = inputs
+    out, lse, clean, *_ = output
+    ctx.need_lse, ctx.need_moments = need_lse, need_kl
+    ctx.save_for_backward(out, lse, clean, scores, value, prior, seed, target, numbers, by_source, begin, nodes)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, backward, grad, grad_lse, grad_first, grad_second) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    out, lse, prior = saved[0], saved[1], saved[5]
+
+    def or_zeros(gradient: Tensor | None, is_used: bool) -> Tensor | None:
+        return (torch.zeros_like(lse) if gradient is None else gradient) if is_used else None
+
+    rows = [or_zeros(grad_lse, ctx.need_lse), or_zeros(grad_first, ctx.need_moments), or_zeros(grad_second, ctx.need_moments)]
+    grad = torch.zeros_like(out) if grad is None else grad
+    grad_scores, grad_value, grad_prior = backward(grad, *rows, *saved, *ctx.options)
+    return grad_scores, grad_value, None if prior is None else grad_prior, *([None] * 16)
+
+
+def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_first, grad_second):
+    return _gradients(ctx, edge_attention_backward, grad, grad_lse, grad_first, grad_second)
+
+
+class _FusedEdgeAttention(torch.autograd.Function):
+    """The same forward and backward without the operator's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _grad_noisy, grad_lse, grad_first, grad_second):
+        return _gradients(ctx, _backward, grad, grad_lse, grad_first, grad_second)
+
+
+edge_attention_forward.register_autograd(_operator_backward, setup_context=_setup_context)
