@@ -81,7 +81,8 @@ WEIBULL = ba.AttentionConfig("BAM-WC", weibull_k=2.0, gamma_beta=0.3)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "sizes", [(11, 7, 53, 8, 8), (5, 13, 37, 3, 5), (9, 9, 41, 1, 7), (7, 5, 29, 2, 33), (6, 4, 31, 19, 3), (4, 5, 17, 12, 100)]
+    "sizes",
+    [(11, 7, 53, 8, 8), (5, 13, 37, 3, 5), (9, 9, 41, 1, 7), (7, 5, 29, 2, 33), (6, 4, 31, 19, 3), (4, 5, 17, 12, 100)],
 )
 def test_odd_sizes_and_heads(sizes, dtype):
     check(sizes, WEIBULL, dtype=dtype)

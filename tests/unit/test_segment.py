@@ -55,9 +55,11 @@ def test_softmax_survives_scores_that_overflow(ops):
     assert weights.squeeze(1).tolist() == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("function", ["lift_source", "lift_target", "sum_by_source", "sum_by_target", "softmax", "logsumexp"])
+@pytest.mark.parametrize(
+    "function", ["lift_source", "lift_target", "sum_by_source", "sum_by_target", "softmax", "logsumexp"]
+)
 def test_csr_is_plain_and_passes_gradcheck(function):
-    edges, scores, _ = graph()
+    edges, _, _ = graph()
     rows = {"lift_source": SOURCES, "lift_target": ROWS}.get(function, len(edges))
     x = torch.randn(rows, HEADS, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(getattr(csr, function)(x, edges), getattr(plain, function)(x, edges))
@@ -66,7 +68,7 @@ def test_csr_is_plain_and_passes_gradcheck(function):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weighted_sum_of_parallel_edges_is_plain_and_passes_gradcheck(dtype):
-    edges, scores, _ = graph(dtype)
+    edges, _, _ = graph(dtype)
     twice = Edges.sort(edges.source.repeat(2), edges.target.repeat(2), SOURCES, ROWS)
     weights, value = torch.rand(len(twice), HEADS, dtype=dtype), torch.randn(SOURCES, HEADS, DIM, dtype=dtype)
     torch.testing.assert_close(csr.weighted_sum(weights, value, twice), plain.weighted_sum(weights, value, twice))
@@ -227,4 +229,6 @@ def test_csr_refuses_unsorted_edges_by_name():
     edges, scores, _ = graph(torch.float32)
     unsorted = Edges(edges.source, edges.target, SOURCES, ROWS)
     with pytest.raises(ValueError, match="backend is 'csr', but the edges are not sorted"):
-        edge_attention(scores, torch.randn(SOURCES, HEADS, DIM), unsorted, config=ba.AttentionConfig("BAM-WF"), backend="csr")
+        edge_attention(
+            scores, torch.randn(SOURCES, HEADS, DIM), unsorted, config=ba.AttentionConfig("BAM-WF"), backend="csr"
+        )

@@ -36,7 +36,8 @@ GPU_CASES = [Case(19717, 108365, 500), Case(169343, 2484941, 128)]
 
 def check(case: Case, device: str, backend: EdgeBackend) -> None:
     """Refuse to time anything wrong: output, KL and gradients against the reference with the same seed."""
-    edges = Edges.sort(*torch.randint(0, case.nodes, (2, min(case.edges, 20_000)), device=device), case.nodes, case.nodes)
+    source, target = torch.randint(0, case.nodes, (2, min(case.edges, 20_000)), device=device)
+    edges = Edges.sort(source, target, case.nodes, case.nodes)
     inputs = [
         torch.randn(len(edges), HEADS, device=device, requires_grad=True),
         torch.randn(case.nodes, HEADS, FEATURES, device=device, requires_grad=True),

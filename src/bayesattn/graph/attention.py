@@ -30,7 +30,9 @@ from bayesattn.priors import contextual_log_prior
 # of every layer, the edges of its last call, as given and sorted; not on the layer, which is copied and pickled
 _SORTED: WeakKeyDictionary[nn.Module, tuple[tuple[Tensor, Tensor], Edges]] = WeakKeyDictionary()
 
-_HOOKS = [f"_{name}_forward{when}_hooks" for name in ("propagate", "message", "aggregate", "edge_update") for when in ("_pre", "")]
+_HOOKS = [
+    f"_{name}_forward{when}_hooks" for name in ("propagate", "message", "aggregate", "edge_update") for when in ("_pre", "")
+]
 
 
 @dataclass

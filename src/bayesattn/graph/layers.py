@@ -314,7 +314,7 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         return value * F.dropout(self._alpha, self._dropout(self.dropout)).unsqueeze(-1)
 
     def _scores(self, query: Tensor, key: Tensor, features: Tensor | None) -> Tensor:
-        """Return Φ of the edges; without `edge_dim` PyG leaves the scores alone, but still adds what it got to the values."""
+        """Return Φ of the edges; without `edge_dim` PyG adds the features it got to the values alone."""
         key = key if features is None or self.lin_edge is None else key + features
         return (query * key).sum(dim=-1) / math.sqrt(self.out_channels)
 

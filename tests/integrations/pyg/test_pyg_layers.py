@@ -5,20 +5,21 @@ import pickle
 
 import pytest
 import torch
+from dense_layers import dense_layer
 from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 import bayesattn as ba
 from bayesattn.bench.harness import peak_memory
 from bayesattn.graph import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv
 from bayesattn.ops.segment import reference
-from dense_layers import dense_layer
 
 NODES, TARGETS, IN, OUT, HEADS, EDGE = 11, 6, 5, 4, 3, 2
 PLAIN = {"gat": GATConv, "gatv2": GATv2Conv, "transformer": TransformerConv}
 BAYESIAN = {"gat": BayesianGATConv, "gatv2": BayesianGATv2Conv, "transformer": BayesianTransformerConv}
 SETTINGS = ("plain", "self-loops", "edge-features", "edge-features and loops", "bipartite", "mean-of-heads", "residual")
 every_case = pytest.mark.parametrize(
-    ("kind", "setting"), [(k, s) for k in PLAIN for s in SETTINGS if k != "transformer" or not ("loops" in s or s == "residual")]
+    ("kind", "setting"),
+    [(k, s) for k in PLAIN for s in SETTINGS if k != "transformer" or not ("loops" in s or s == "residual")],
 )
 every_kind = pytest.mark.parametrize("kind", PLAIN)
 
@@ -267,7 +268,9 @@ def test_memory_is_linear_in_the_edges(scope):
     per_edge = []
     for count in (20_000, 80_000):
         index = torch.randint(0, 500, (2, count))
-        layer = BayesianGATConv(IN, 16, heads=4, config=ba.AttentionConfig("BAM-WC"), prior_scope=scope, add_self_loops=False)
+        layer = BayesianGATConv(
+            IN, 16, heads=4, config=ba.AttentionConfig("BAM-WC"), prior_scope=scope, add_self_loops=False
+        )
         x = torch.randn(500, IN)
 
         def step(layer=layer, x=x, index=index):

@@ -66,9 +66,7 @@ def logsumexp(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "r h"
     return _LogSumExp.apply(scores, edges)
 
 
-def weighted_sum(
-    weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], edges: Edges
-) -> Float[Tensor, "r h d"]:
+def weighted_sum(weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "r h d"]:
     """Return O_i = Σ_e W_e V_source(e) over the edges of every target i."""
     return _WeightedSum.apply(weights, value, edges)
 
@@ -79,7 +77,8 @@ def dropout(weights: Float[Tensor, "e h"], p: float) -> Float[Tensor, "e h"]:
     torch's own draws one number of 64 bits per entry, and takes longer than everything else on an edge together.
     """
     threshold = min(round(p * 2**16), 2**16 - 1)
-    halves = generator_halves((1, 1, *weights.shape), weights.device).view(weights.shape)
+    e, h = weights.shape
+    halves = generator_halves((1, 1, e, h), weights.device).view(e, h)
     keep = (halves >= threshold - 2**15).to(weights.dtype)
     return weights * keep.mul_(1.0 / (1.0 - threshold * 2.0**-16))
 
@@ -145,7 +144,7 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx, weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(weights, value)
-        (e, h), (n, _, d), r = weights.shape, value.shape, edges.num_targets
+        (n, h, d), r = value.shape, edges.num_targets
         matrix = _matrix(*_blocks(edges, h), weights.T.reshape(-1), (h * r, n * h))
         return (matrix @ value.reshape(n * h, d)).view(h, r, d).transpose(0, 1).contiguous()
 
@@ -207,7 +206,9 @@ def _blocks(edges: Edges, heads: int) -> tuple[Tensor, Tensor]:
 
     def build() -> tuple[Tensor, Tensor]:
         head = torch.arange(heads, dtype=torch.int32)
-        return _stack_pointers(edges.target_pointers, heads), (edges.source.to(torch.int32) * heads + head[:, None]).flatten()
+        return _stack_pointers(edges.target_pointers, heads), (
+            edges.source.to(torch.int32) * heads + head[:, None]
+        ).flatten()
 
     return edges.memo(("blocks", heads), build)
 

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Int, Int32, Shaped
 from torch import Tensor
 
-
 Built = TypeVar("Built")
 
 
@@ -84,7 +83,9 @@ class Edges:
     @property
     def _inverse(self) -> Int[Tensor, " e"]:
         def build() -> Tensor:
-            return torch.empty_like(self.numbers).scatter_(0, self.numbers, torch.arange(len(self), device=self.source.device))
+            return torch.empty_like(self.numbers).scatter_(
+                0, self.numbers, torch.arange(len(self), device=self.source.device)
+            )
 
         return self.memo("inverse", build)
 

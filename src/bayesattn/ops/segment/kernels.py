@@ -105,9 +105,7 @@ def forward_kernel(
     has_edge = begin < end
     row, is_head = run.to(tl.int64) * H + heads, heads < H
     out = acc / tl.where(has_edge, total, 1.0)[:, None]
-    tl.store(
-        OUT + row[:, None] * D + rd[None, :], out.to(OUT.dtype.element_ty), mask=is_head[:, None] & (rd < D)[None, :]
-    )
+    tl.store(OUT + row[:, None] * D + rd[None, :], out.to(OUT.dtype.element_ty), mask=is_head[:, None] & (rd < D)[None, :])
     tl.store(LSE + row, tl.where(has_edge, top + tl.log2(tl.where(has_edge, total, 1.0)), -float("inf")), mask=is_head)
     if CLEAN:
         lse = (clean_top + tl.log2(tl.where(has_edge, clean, 1.0))) * LN_2
@@ -144,9 +142,9 @@ def backward_kernel(
     is_head, is_feature = heads < H, rd < D
     seed = tl.load(SEED)
     row = node * H + heads
-    value = tl.load(
-        VALUE + row[:, None] * D + rd[None, :], mask=is_head[:, None] & is_feature[None, :], other=0.0
-    ).to(tl.float32)
+    value = tl.load(VALUE + row[:, None] * D + rd[None, :], mask=is_head[:, None] & is_feature[None, :], other=0.0).to(
+        tl.float32
+    )
     acc = tl.zeros([HB, BD], tl.float32)
     acc_prior = tl.zeros([HB], tl.float32)
     for start in range(begin, end, BE):

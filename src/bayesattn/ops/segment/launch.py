@@ -3,7 +3,6 @@
 from collections import Counter
 
 import torch
-import triton
 from jaxtyping import Int32
 from torch import Tensor
 
@@ -26,12 +25,16 @@ Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"] | None]
 
 def blocks(heads: int, features: int) -> dict[str, int]:
     """Return tile sizes and warps: eight heads share a Philox call, and a tile has at least four edges."""
-    bd = triton.next_power_of_2(features)
-    hb = min(8, triton.next_power_of_2(heads))
+    bd = _power_of_two(features)
+    hb = min(8, _power_of_two(heads))
     while hb > 1 and hb * bd > TILE // 4:
         hb //= 2
     be = max(4, min(16, TILE // (hb * bd)))
     return {"BE": be, "HB": hb, "BD": bd, "num_warps": max(1, min(4, be * hb * bd // ENTRIES_PER_WARP)), "num_stages": 2}
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
 
 
 def launch(name: str, num_runs: int, heads: int, *args: object, **constants: object) -> None:

@@ -47,9 +47,7 @@ def logsumexp(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "r h"
     return torch.where(has_edge, largest + torch.log(total.masked_fill(~has_edge, 1.0)), 0.0)
 
 
-def weighted_sum(
-    weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], edges: Edges
-) -> Float[Tensor, "r h d"]:
+def weighted_sum(weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "r h d"]:
     """Return O_i = Σ_e W_e V_source(e) over the edges of every target i."""
     return sum_by_target(weights.unsqueeze(-1) * lift_source(value, edges), edges)
 

@@ -97,7 +97,7 @@ def _lognormal_total(first, second, lse, log_prior, kind: int, edges: Edges, con
     return 0.5 * squares.sum() / config.sigma_p / config.sigma_p + constant * len(edges) * first.shape[1]
 
 
-def _indices(edges: Edges) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int]:
+def _indices(edges: Edges) -> tuple[Tensor | int | None, ...]:
     """Return what the operators need to know of a graph, with 32-bit indices."""
     narrow = edges.memo("narrow", lambda: [x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers)])
     return *narrow, edges.by_source, *runs(edges, "target"), *runs(edges, "source"), edges.num_targets
@@ -168,7 +168,22 @@ edge_attention_forward = torch.library.custom_op("bayesattn::edge_attention_forw
 
 
 @edge_attention_forward.register_fake
-def _(scores, value, prior, seed, source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets, *options):
+def _(
+    scores,
+    value,
+    prior,
+    seed,
+    source,
+    target,
+    numbers,
+    by_source,
+    begin,
+    nodes,
+    begin_source,
+    nodes_source,
+    num_targets,
+    *options,
+):
     need_lse, need_moments = options[-2:]
 
     def rows(needed: bool) -> Tensor:
@@ -235,7 +250,9 @@ def _(grad, grad_lse, grad_first, grad_second, out, lse, clean, scores, value, p
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    scores, value, prior, seed, _, target, numbers, by_source, _, _, begin, nodes, _, *ctx.options, need_lse, need_kl = inputs
+    scores, value, prior, seed, _, target, numbers, by_source, _, _, begin, nodes, _, *ctx.options, need_lse, need_kl = (
+        inputs
+    )
     out, lse, clean, *_ = output
     ctx.need_lse, ctx.need_moments = need_lse, need_kl
     ctx.save_for_backward(out, lse, clean, scores, value, prior, seed, target, numbers, by_source, begin, nodes)
@@ -250,7 +267,11 @@ def _gradients(ctx, backward, grad, grad_lse, grad_first, grad_second) -> tuple[
     def or_zeros(gradient: Tensor | None, is_used: bool) -> Tensor | None:
         return (torch.zeros_like(lse) if gradient is None else gradient) if is_used else None
 
-    rows = [or_zeros(grad_lse, ctx.need_lse), or_zeros(grad_first, ctx.need_moments), or_zeros(grad_second, ctx.need_moments)]
+    rows = [
+        or_zeros(grad_lse, ctx.need_lse),
+        or_zeros(grad_first, ctx.need_moments),
+        or_zeros(grad_second, ctx.need_moments),
+    ]
     grad = torch.zeros_like(out) if grad is None else grad
     grad_scores, grad_value, grad_prior = backward(grad, *rows, *saved, *ctx.options)
     return grad_scores, grad_value, None if prior is None else grad_prior, *([None] * 16)

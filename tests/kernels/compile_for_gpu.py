@@ -1,0 +1,72 @@
+"""Compile the kernels on edges for an H100/H200 without one and print what they need, one JSON object a line.
+
+Run as a script, because Triton's interpreter, in which the other tests run, excludes its compiler in the same process.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bayesattn.ops.segment import kernels
+from bayesattn.ops.segment.launch import blocks
+
+TARGET = GPUTarget("cuda", 90, 32)
+INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES"}
+IN_VALUE_DTYPE = {"VALUE", "GRAD", "OUT", "GRAD_VALUE"}
+NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32"}
+
+
+def compile_kernel(name: str, dtype: str, heads: int, features: int, **switches) -> dict:
+    kernel = getattr(kernels, f"{name}_kernel")
+    sizes = blocks(heads, features)
+    options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}
+    constants = {**sizes, **switches, "FAST": dtype != "fp32"}
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in NUMBERS:
+            signature[argument] = NUMBERS[argument]
+        elif argument == "SEED":
+            signature[argument] = "*i64"
+        else:
+            signature[argument] = "*i32" if argument in INDICES else f"*{dtype if argument in IN_VALUE_DTYPE else 'fp32'}"
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=TARGET, options=options)
+    return {"kernel": name, "dtype": dtype, "heads": heads, "features": features, **switches, **needs(compiled.asm["ptx"])}
+
+
+def needs(ptx: str) -> dict:
+    """Ask ptxas for registers and spills."""
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled bytes": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
+    }
+
+
+def main() -> None:
+    cases = [("fp32", 8, 8), ("bf16", 8, 64), ("fp32", 1, 7), ("fp32", 4, 256)]
+    switches = [
+        {"WEIBULL": True, "CLEAN": True, "MOMENTS": True, "KIND": 1},
+        {"WEIBULL": False, "CLEAN": False, "MOMENTS": True, "KIND": 2},
+        {"WEIBULL": True, "CLEAN": False, "MOMENTS": False, "KIND": 0},
+    ]
+    pairs = [(case, switches[0]) for case in cases] + [(cases[0], other) for other in switches[1:]]
+    for name, (case, switch) in itertools.product(("forward", "backward"), pairs):
+        print(json.dumps(compile_kernel(name, *case, **switch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
