@@ -93,3 +93,22 @@ def test_bad_arguments_are_named_before_anything_runs(tmp_path, monkeypatch, dev
     with pytest.raises(ValueError, match=message):
         run_suite("model", device, Path(out))
     assert not list(tmp_path.iterdir())
+
+
+def test_graph_suite_times_every_layer_against_pyg(capsys):
+    graph = pytest.importorskip("bayesattn.bench.graph")
+    rows = graph.run("cpu", [graph.Case(31, 97, 5)])
+    assert [row.provider for row in rows if row.mode == "fwd+bwd"] == [
+        "GATConv", "BAM-NOKL csr", "BAM-WC csr", "BAM-NOKL reference", "BAM-WC reference",
+    ]  # fmt: skip
+    assert [row.provider for row in rows if row.mode == "forward"] == ["GATConv", "BAM-NOKL csr", "BAM-NOKL reference"]
+    assert rows[0].ratio == 1.0
+
+
+def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):
+    graph = pytest.importorskip("bayesattn.bench.graph")
+    from bayesattn.ops.segment import csr
+
+    monkeypatch.setattr(csr, "softmax", lambda scores, edges: scores.exp())
+    with pytest.raises(RuntimeError, match=r"csr and reference differ by .*nothing was timed"):
+        graph.run("cpu", [graph.Case(31, 97, 5)])

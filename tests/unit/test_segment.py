@@ -77,6 +77,14 @@ def test_weighted_sum_of_parallel_edges_is_plain_and_passes_gradcheck(dtype):
         assert torch.autograd.gradcheck(lambda w, v: csr.weighted_sum(w, v, twice), inputs)
 
 
+def test_dot_products_on_edges_are_plain_and_pass_gradcheck():
+    edges, _, _ = graph()
+    query = torch.randn(ROWS, HEADS, DIM, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(SOURCES, HEADS, DIM, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(csr.dot(query, key, edges), plain.dot(query, key, edges))
+    assert torch.autograd.gradcheck(lambda q, k: csr.dot(q, k, edges), (query, key))
+
+
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.6, 0.9])
 def test_dropout_of_csr_drops_with_its_probability_and_keeps_the_mean(p):
     dropped = csr.dropout(torch.ones(50_000, 4), p)

@@ -294,13 +294,16 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
             output = self._record_messages(call, output, key)
         else:
             features = self._edge_features(None if edge_attr is None else call.edges.from_given(edge_attr))
-            self._wants_weights |= features is not None
-            scores = self._scores(call.ops.lift_target(query, call.edges), call.ops.lift_source(key, call.edges), features)
+            scores = call.ops.dot(query, key, call.edges)
+            if features is not None and self.lin_edge is not None:
+                scores = scores + (call.ops.lift_target(query, call.edges) * features).sum(dim=-1)
+            returns_weights, self._wants_weights = self._wants_weights, self._wants_weights or features is not None
+            scores = scores / math.sqrt(self.out_channels)
             output, weights, dropped, _ = self._attend(call, scores, value, key, self.dropout)
             if features is not None and dropped is not None:
                 output = output + call.ops.sum_by_target(dropped.to(features.dtype).unsqueeze(-1) * features, call.edges)
             # PyG's forward returns this as the attention weights, before dropout
-            self._alpha = None if weights is None else call.edges.to_given(weights)
+            self._alpha = call.edges.to_given(weights) if returns_weights and weights is not None else None
         self._call = None
         return output
 
@@ -309,14 +312,11 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         if self._call is None:
             return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
         features = self._edge_features(edge_attr)
-        self._alpha = self._draw(self._scores(query_i, key_j, features))
+        # without `edge_dim` PyG adds the features it got to the values alone
+        key = key_j if features is None or self.lin_edge is None else key_j + features
+        self._alpha = self._draw((query_i * key).sum(dim=-1) / math.sqrt(self.out_channels))
         value = value_j if features is None else value_j + features
         return value * F.dropout(self._alpha, self._dropout(self.dropout)).unsqueeze(-1)
-
-    def _scores(self, query: Tensor, key: Tensor, features: Tensor | None) -> Tensor:
-        """Return Φ of the edges; without `edge_dim` PyG adds the features it got to the values alone."""
-        key = key if features is None or self.lin_edge is None else key + features
-        return (query * key).sum(dim=-1) / math.sqrt(self.out_channels)
 
     def _edge_features(self, edge_attr: Tensor | None) -> Tensor | None:
         if self.lin_edge is None:

@@ -71,6 +71,12 @@ def weighted_sum(weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], e
     return _WeightedSum.apply(weights, value, edges)
 
 
+def dot(query: Float[Tensor, "r h d"], key: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "e h"]:
+    """Return q_target(e) · k_source(e) of every edge."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return _Dot.apply(query.to(wide), key.to(wide), edges)
+
+
 def dropout(weights: Float[Tensor, "e h"], p: float) -> Float[Tensor, "e h"]:
     """Set weights to 0 with probability p, rounded to a multiple of 2^-16, and scale the others to keep the mean.
 
@@ -144,27 +150,51 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx, weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(weights, value)
-        (n, h, d), r = value.shape, edges.num_targets
-        matrix = _matrix(*_blocks(edges, h), weights.T.reshape(-1), (h * r, n * h))
-        return (matrix @ value.reshape(n * h, d)).view(h, r, d).transpose(0, 1).contiguous()
+        return _to_targets(weights, value, edges)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         weights, value = ctx.saved_tensors
-        edges: Edges = ctx.edges
-        (e, h), (n, _, d), r = weights.shape, value.shape, edges.num_targets
-        grad = grad.transpose(0, 1).reshape(h * r, d)
-        grad_weights = grad_value = None
-        if ctx.needs_input_grad[0]:
-            pattern = _matrix(*_blocks(edges, h), weights.new_zeros(h * e), (h * r, n * h))
-            product = torch.sparse.sampled_addmm(pattern, grad, value.reshape(n * h, d).T, beta=0.0)
-            grad_weights = product.values().view(h, e).T
-        if ctx.needs_input_grad[1]:
-            by_source = weights.index_select(0, edges.by_source)
-            matrix = _matrix(*_blocks_by_source(edges, h), by_source.T.reshape(-1), (h * n, h * r))
-            grad_value = (matrix @ grad).view(h, n, d).transpose(0, 1)
-        return grad_weights, grad_value, None
+        grad_weights = _dot(grad, value, ctx.edges) if ctx.needs_input_grad[0] else None
+        return grad_weights, _to_sources(weights, grad, ctx.edges) if ctx.needs_input_grad[1] else None, None
+
+
+class _Dot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, edges: Edges) -> Tensor:
+        ctx.edges = edges
+        ctx.save_for_backward(query, key)
+        return _dot(query, key, edges)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        query, key = ctx.saved_tensors
+        return _to_targets(grad, key, ctx.edges), _to_sources(grad, query, ctx.edges), None
+
+
+def _to_targets(weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
+    """Return Σ_e w_e x_source(e) of every target."""
+    (n, h, d), r = value.shape, edges.num_targets
+    matrix = _matrix(*_blocks(edges, h), weights.T.reshape(-1), (h * r, n * h))
+    return (matrix @ value.reshape(n * h, d)).view(h, r, d).transpose(0, 1).contiguous()
+
+
+def _to_sources(weights: Tensor, x: Tensor, edges: Edges) -> Tensor:
+    """Return Σ_e w_e x_target(e) of every source."""
+    (r, h, d), n = x.shape, edges.num_sources
+    values = weights.index_select(0, edges.by_source).T.reshape(-1)
+    matrix = _matrix(*_blocks_by_source(edges, h), values, (h * n, h * r))
+    return (matrix @ x.transpose(0, 1).reshape(h * r, d)).view(h, n, d).transpose(0, 1)
+
+
+def _dot(x: Tensor, value: Tensor, edges: Edges) -> Tensor:
+    """Return x_target(e) · v_source(e) of every edge: the dense product at the non-zeros of the weights."""
+    (r, h, d), n, e = x.shape, value.shape[0], len(edges)
+    pattern = _matrix(*_blocks(edges, h), x.new_zeros(h * e), (h * r, n * h))
+    rows, columns = x.transpose(0, 1).reshape(h * r, d), value.reshape(n * h, d).T
+    return torch.sparse.sampled_addmm(pattern, rows, columns, beta=0.0).values().view(h, e).T
 
 
 def _lift(x: Tensor, edges: Edges, side: Side) -> Tensor:

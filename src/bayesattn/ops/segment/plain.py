@@ -52,6 +52,11 @@ def weighted_sum(weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], e
     return sum_by_target(weights.unsqueeze(-1) * lift_source(value, edges), edges)
 
 
+def dot(query: Float[Tensor, "r h d"], key: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "e h"]:
+    """Return q_target(e) · k_source(e) of every edge."""
+    return (lift_target(query, edges) * lift_source(key, edges)).sum(dim=-1)
+
+
 def dropout(weights: Float[Tensor, "e h"], p: float) -> Float[Tensor, "e h"]:
     """Set weights to 0 with probability p and scale the others by 1/(1 − p)."""
     return F.dropout(weights, p)
