@@ -23,6 +23,7 @@ from bayesattn import _checks
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, PriorScope, edge_attention
 from bayesattn.nn import BayesianModule
+from bayesattn.ops.precision import upcast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.priors import contextual_log_prior
@@ -146,7 +147,7 @@ class EdgeAttentionModule(BayesianModule):
         assert self._call is not None
         edges = self._call.edges
         with torch.autocast(scores.device.type, enabled=False):
-            phi = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            phi = upcast(scores)
             self._call.scores = phi
             if self.is_sampling:
                 weights = reference.sample_weights(phi, edges, None, self.config)

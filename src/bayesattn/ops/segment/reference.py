@@ -17,6 +17,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import kl_lognormal_lognormal, weibull_gamma_key_term
 from bayesattn.ops.attention.kl import capped_exp
+from bayesattn.ops.precision import upcast
 from bayesattn.ops.segment import plain
 from bayesattn.ops.segment.draws import edge_log_noise
 from bayesattn.ops.segment.edges import Edges
@@ -56,10 +57,10 @@ def attention(
     ops: ModuleType = plain,
 ) -> EdgeAttention:
     """Return output, weights and KL of one draw, or of the mean."""
-    phi = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    phi = upcast(scores)
     weights = sample_weights(phi, edges, seed, config, ops) if sample else ops.softmax(phi, edges)
     dropped = ops.dropout(weights, dropout_p) if dropout_p > 0.0 else weights
-    output = ops.weighted_sum(dropped, value.to(dropped.dtype), edges).to(value.dtype)
+    output = ops.weighted_sum(dropped, upcast(value).to(dropped.dtype), edges).to(value.dtype)
     kl = kl_total(phi, log_prior, edges, config, prior_scope, ops) if need_kl else None
     return EdgeAttention(output, weights, dropped, kl)
 
