@@ -6,6 +6,7 @@ pred = predict(model, x, num_samples=20, seed=0)
 pred.mean, pred.entropy, pred.mutual_information, pred.p_value
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,23 +46,45 @@ def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
         )
     before = [(module, module.samples_in_eval, module.drops_in_eval) for module in bayesian]
     modes = [(module, module.training) for module in drops]
-    fused = torch.backends.mha.get_fastpath_enabled()
-    try:
-        if dropout:
-            # torch's fused transformer layer, taken in eval mode, would never call its dropout modules
+    with _without_fused_layers() if dropout else nullcontext():
+        try:
+            for module in bayesian:
+                module.samples_in_eval = True
+                module.drops_in_eval = dropout
+            for module in drops:
+                module.training = True
+            yield model
+        finally:
+            for module, samples, dropped in before:
+                module.samples_in_eval, module.drops_in_eval = samples, dropped
+            for module, mode in modes:
+                module.training = mode
+
+
+_fused_lock = threading.Lock()
+# how many scopes of all threads need torch's switch off, and how it stood before the first
+_fused_users, _fused_before = 0, True
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Switch off torch's fused transformer layer, which is taken in eval mode and never calls its dropout modules.
+
+    The switch is one for the process: the first scope of any thread turns it off, the last one puts it back.
+    """
+    global _fused_users, _fused_before
+    with _fused_lock:
+        if _fused_users == 0:
+            _fused_before = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        for module in bayesian:
-            module.samples_in_eval = True
-            module.drops_in_eval = dropout
-        for module in drops:
-            module.training = True
-        yield model
+        _fused_users += 1
+    try:
+        yield
     finally:
-        for module, samples, dropped in before:
-            module.samples_in_eval, module.drops_in_eval = samples, dropped
-        for module, mode in modes:
-            module.training = mode
-        torch.backends.mha.set_fastpath_enabled(fused)
+        with _fused_lock:
+            _fused_users -= 1
+            if _fused_users == 0:
+                torch.backends.mha.set_fastpath_enabled(_fused_before)
 
 
 def _is_dropout(module: nn.Module) -> bool:

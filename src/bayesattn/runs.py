@@ -59,6 +59,10 @@ PACKAGES = (
 )  # fmt: skip
 
 
+# larger than any file of its kind that this library writes; what a stranger sends is not read without end
+JSON_LIMIT = 64 * 2**20
+
+
 class RunError(ValueError):
     """A run folder or a file in it is missing, truncated, or not what its name says."""
 
@@ -198,13 +202,34 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (text + "\n").encode())
 
 
+def check_file(path: Path) -> None:
+    """Raise unless `path` is an ordinary file; reading a pipe or a device might never end."""
+    if not path.exists():
+        raise RunError(f"{path} does not exist")
+    if not path.is_file():
+        raise RunError(f"{path} is {'a folder' if path.is_dir() else 'no ordinary file'}; allowed: a file")
+
+
+def read_text(path: Path, limit: int, kind: str = "text") -> str:
+    """Read an ordinary UTF-8 file of at most `limit` bytes; `kind` is what errors call its content."""
+    check_file(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise RunError(f"{path} is larger than {limit} bytes, the most that is read of such a file")
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read as {kind}: {error}") from None
+
+
 def read_json(path: Path, schema: str) -> dict[str, Any]:
     """Read a JSON object and check that it is of the given schema."""
+    text = read_text(path, JSON_LIMIT, "JSON")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(text)
+    # an integer of more than 4,300 digits is a ValueError
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read as JSON: {error}") from None
     found = value.get("schema") if isinstance(value, dict) else None
     if found != schema:
@@ -286,12 +311,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, str] |
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a safetensors file: its tensors and its metadata."""
+    check_file(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except FileNotFoundError:
-        raise RunError(f"{path} does not exist") from None
-    except (OSError, safetensors.SafetensorError) as error:
+    # types that torch does not have, or that this one does not know, are errors of several kinds
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise RunError(f"{path} cannot be read as safetensors: {error}") from None
 
 
@@ -322,18 +347,25 @@ def read_predictions(folder: Path) -> Predictions:
     tensors, header = read_tensors(path)
     try:
         meta = json.loads(header.get("bayesattn", "{}"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} has metadata that is not JSON: {error}") from None
     if not isinstance(meta, dict) or meta.get("schema") != PREDICTIONS_SCHEMA:
         raise RunError(f"{path} was not written by bayesattn: its metadata has no schema {PREDICTIONS_SCHEMA!r}")
     missing = sorted({"splits", "class_names", "methods", "seed"} - meta.keys())
     if missing or not meta["splits"] or not meta["methods"]:
         raise RunError(f"{path} lacks {missing or 'splits or methods'} in its metadata")
+    for name in ("splits", "class_names", "methods"):
+        if not isinstance(meta[name], list) or not all(isinstance(entry, str) for entry in meta[name]):
+            raise RunError(f"{path} has {name} that are not a list of names")
+    key_grid = meta.get("key_grid")
+    if key_grid is not None and not (
+        isinstance(key_grid, list) and len(key_grid) == 2 and all(type(entry) is int and entry > 0 for entry in key_grid)
+    ):
+        raise RunError(f"{path} has a key_grid that is not null or two positive integers")
     splits = {}
     for index, name in enumerate(meta["splits"]):
         parts = {key.removeprefix(f"{index}/"): value for key, value in tensors.items() if key.startswith(f"{index}/")}
         splits[name] = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]))
-    key_grid = meta.get("key_grid")
     return Predictions(
         splits, meta["class_names"], meta["methods"], meta["seed"], None if key_grid is None else tuple(key_grid)
     )
@@ -343,7 +375,7 @@ def _checked_split(
     path: Path, name: str, parts: dict[str, Tensor], methods: list[str], num_classes: int
 ) -> SplitPredictions:
     samples = {method: parts.get(f"samples/{method}") for method in methods}
-    num_examples = next((len(value[0]) for value in samples.values() if value is not None and value.ndim == 3), None)
+    num_examples = next((value.shape[1] for value in samples.values() if value is not None and value.ndim == 3), None)
     for method, value in samples.items():
         if value is None or value.ndim != 3 or len(value) < 1 or value.shape[1:] != (num_examples, num_classes):
             shape = None if value is None else tuple(value.shape)
@@ -352,8 +384,9 @@ def _checked_split(
                 f"allowed: (draws, {num_examples}, {num_classes})"
             )
     for part, value in parts.items():
-        if not part.startswith("samples/") and len(value) != num_examples:
-            raise RunError(f"{path}: {part} of split {name!r} has {len(value)} entries; allowed: {num_examples}")
+        if not part.startswith("samples/") and value.shape[:1] != (num_examples,):
+            entries = value.shape[0] if value.ndim else "no"
+            raise RunError(f"{path}: {part} of split {name!r} has {entries} entries; allowed: {num_examples}")
     attention = {key.removeprefix("attention/"): value for key, value in parts.items() if key.startswith("attention/")}
     kept = {method: value for method, value in samples.items() if value is not None}
     return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention)

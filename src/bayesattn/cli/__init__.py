@@ -4,7 +4,11 @@ An error of the user is one line on stderr and exit code 2; `--debug` shows the 
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
+
+LINE_LIMIT = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         print(f"bayesattn: the command line needs {error.name}; pip install 'bayesattn[cli]'", file=sys.stderr)
         sys.exit(2)
+    before, warnings.showwarning = warnings.showwarning, _show_warning
     try:
         code = app(arguments, prog_name="bayesattn", standalone_mode=False)
     except KeyboardInterrupt as error:
@@ -27,14 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         message, code = _explain(error)
         print(f"bayesattn: {message}", file=sys.stderr)
+    finally:
+        warnings.showwarning = before
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    print(f"bayesattn: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _explain(error: Exception) -> tuple[str, int]:
     """Return one line and an exit code: 2 for what the user can put right, 1 for a defect of the program."""
     # typer's usage errors carry their text in a method of this name
     text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
-    line = " ".join(text.split())
+    # names out of files may hold anything: no control character reaches the terminal, and no line is endless
+    line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT // 2]} … {line[-LINE_LIMIT // 2 :]}"
     if isinstance(error, ValueError | OSError) or hasattr(error, "format_message"):
         return line, 2
     return f"internal error: {type(error).__name__}: {line} (run again with --debug for the traceback)", 1

@@ -17,6 +17,7 @@ from bayesattn.recipes._tensorboard import TensorBoardLog
 from bayesattn.recipes._train import MetricLog, build_config, seed_everything
 from bayesattn.runs import (
     CHECKPOINT_FILE,
+    JSON_LIMIT,
     LOG_FILE,
     RUN_FILE,
     RunError,
@@ -24,6 +25,7 @@ from bayesattn.runs import (
     make_run_folder,
     read_run,
     read_tensors,
+    read_text,
     write_log,
     write_run,
     write_tensors,
@@ -185,9 +187,9 @@ def load_parameters(folder: Path, model: nn.Module) -> None:
 def read_log(folder: Path) -> MetricLog:
     """Read the log of a run."""
     log = MetricLog()
+    text = read_text(folder / LOG_FILE, JSON_LIMIT)
     try:
-        lines = (folder / LOG_FILE).read_text(encoding="utf-8").splitlines()
-        log.rows = [json.loads(line) for line in lines]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        log.rows = [json.loads(line) for line in text.splitlines()]
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{folder / LOG_FILE} cannot be read as JSON lines: {error}") from None
     return log
