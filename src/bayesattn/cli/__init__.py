@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before, warnings.showwarning = warnings.showwarning, _show_warning
     try:
         code = app(arguments, prog_name="bayesattn", standalone_mode=False)
-    except KeyboardInterrupt as error:
-        print(f"bayesattn: {str(error) or 'interrupted'}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 130))
+    except KeyboardInterrupt:
+        print("bayesattn: interrupted", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         if debug:
             raise

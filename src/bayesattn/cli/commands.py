@@ -1,5 +1,6 @@
 """The commands. Each parses its arguments, calls one function of the library and prints what it returns."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -68,14 +69,20 @@ def train(
 ) -> None:
     """Train one model and write its run folder; Ctrl-C saves, --resume goes on."""
     from bayesattn import recipes
+    from bayesattn.recipes._interrupts import Interrupted
     from bayesattn.recipes._train import show_steps
 
     module = recipes.load(recipe, "train")
     chosen = module.load_config(config, settings or [])
-    with show_steps("training", console) as on_progress:
-        log = module.train_run(
-            chosen, out, on_progress, data=data, overwrite=overwrite, resume=resume, tensorboard=tensorboard
-        )
+    try:
+        with show_steps("training", console) as on_progress:
+            log = module.train_run(
+                chosen, out, on_progress, data=data, overwrite=overwrite, resume=resume, tensorboard=tensorboard
+            )
+    except Interrupted as saved:
+        # typer would swallow the message
+        print(f"bayesattn: {saved}", file=sys.stderr)
+        raise typer.Exit(saved.exit_code) from None
     console.print(_print.last_row(log.rows[-1]))
     console.print(f"run: {out}", soft_wrap=True)
 
