@@ -103,7 +103,7 @@ def _digest(text: str, tensors: dict[str, Tensor]) -> str:
     result = hashlib.sha256(text.encode())
     for name, value in sorted(tensors.items()):
         result.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        result.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+        result.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return result.hexdigest()
 
 
