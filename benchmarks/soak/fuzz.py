@@ -165,18 +165,17 @@ def main() -> None:
             start = time.monotonic()
             try:
                 targets.all[name]()
-                ends[f"{name}: accepted"] += 1
+                end, length = "accepted", 0
             except ValueError as error:
-                assert len(str(error)) < LONGEST_MESSAGE, (
-                    f"{name}, input {number}: a message of {len(str(error))} characters"
-                )
-                ends[f"{name}: refused"] += 1
+                end, length = "refused", len(str(error))
             except BaseException as error:
                 raise SystemExit(
                     f"{name}, input {number} of seed {arguments.seed}: {type(error).__name__}: {error}"
                 ) from error
             finally:
                 signal.alarm(0)
+            ends[f"{name}: {end}"] += 1
+            assert length < LONGEST_MESSAGE, f"{name}, input {number}: a message of {length} characters"
             slowest = max(slowest, time.monotonic() - start)
     facts = {"inputs": arguments.inputs, "seed": arguments.seed, "ends": dict(sorted(ends.items()))}
     print(json.dumps({**facts, "slowest_seconds": round(slowest, 3), "seconds": round(time.monotonic() - began, 1)}))

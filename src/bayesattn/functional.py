@@ -208,7 +208,8 @@ def edge_attention(
         prior_scope: `graph`: Ψ sums to one over all nodes that are somebody's source, as published; `neighbourhood`: over
             the sources of each target, as the derivation, one softmax per row, asks.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
-        seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`).
+        seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`); None draws
+            from torch's generator, or as `keyed_noise` says.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
         need_weights: Whether to compute the weights where the backend can do without.
@@ -228,6 +229,8 @@ def edge_attention(
     _checks.probability("dropout_p", dropout_p)
     _checks.choice("backend", backend, EDGE_BACKENDS)
     sample = sample and config.is_stochastic
+    # a graph is one example
+    seed = keyed.next_seeds(1, scores.device) if sample and seed is None else seed
     wants_kl = need_kl and config.has_kl
     chosen = _choose_for_edges(backend, segment_support.EdgeCall(scores, value, edges, config, sample, dropout_p))
     options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}

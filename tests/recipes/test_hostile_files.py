@@ -207,31 +207,31 @@ trees = st.recursive(
 )
 
 
+def refusal(function, *arguments):
+    """Return the message of a ValueError, or nothing; anything else is raised."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @given(values=st.dictionaries(names, trees, max_size=4))
 @settings(max_examples=80, deadline=None)
 def test_any_values_give_a_config_or_a_clean_error(values):
-    try:
-        assert isinstance(build_config(DigitsConfig, values), DigitsConfig)
-    except ValueError as error:
-        assert len(str(error)) < 3000
+    assert len(refusal(build_config, DigitsConfig, values)) < 3000
 
 
 @given(text=st.text(max_size=80))
 @settings(max_examples=80, deadline=None)
 def test_any_text_is_yaml_or_a_clean_error(text):
-    try:
-        parse_yaml(text)
-    except ValueError as error:
-        assert "\n" not in str(error)
+    assert "\n" not in refusal(parse_yaml, text)
 
 
 @given(setting=st.text(max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_any_setting_is_applied_or_refused(setting):
-    try:
-        override({"attention": {"variant": "soft"}}, [setting])
-    except ValueError as error:
-        assert "\n" not in str(error)
+    assert "\n" not in refusal(override, {"attention": {"variant": "soft"}}, [setting])
 
 
 @given(data=st.data())
@@ -245,10 +245,7 @@ def test_any_change_of_a_predictions_file_is_read_or_refused(tmp_path, data):
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "predictions.safetensors").write_bytes(bytes(content[: data.draw(st.integers(0, len(content)))]))
-    try:
-        runs.read_predictions(tmp_path)
-    except runs.RunError:
-        pass
+    refusal(runs.read_predictions, tmp_path)
 
 
 @pytest.mark.parametrize(

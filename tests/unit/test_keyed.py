@@ -102,6 +102,19 @@ def test_a_seed_given_by_hand_goes_before():
     assert torch.equal(outputs[0], outputs[1])
 
 
+def test_a_graph_is_one_example():
+    from bayesattn.ops.segment.edges import Edges
+
+    edges = Edges.sort(torch.tensor([0, 1, 2, 2, 3]), torch.tensor([1, 1, 0, 3, 3]), 4, 4)
+    scores, value = torch.randn(5, 2), torch.randn(4, 2, 3)
+    outputs = []
+    for example in (3, 3, 4):
+        with keyed_noise(example_seeds(0, 0, torch.tensor([example]))):
+            outputs.append(functional.edge_attention(scores, value, edges, config=CONFIG, need_kl=False).output)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_repeats_the_noise(use_reentrant):
     """One module, three calls: backward runs them again in the opposite order."""

@@ -52,7 +52,7 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text: plain values, lists and mappings, each written out."""
     try:
         # the class is a safe loader: it makes nothing but plain values
-        return yaml.load(text, _ConfigLoader)  # noqa: S506
+        return yaml.load(text, _ConfigLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.YAMLError as error:
@@ -172,9 +172,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             number = math.nan
         if not math.isnan(number):
             return number
-    elif hint is int and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
-        return value
-    elif hint is not int and isinstance(value, hint):
+    elif isinstance(value, hint) and (hint is not int or (not isinstance(value, bool) and abs(value) < 2**63)):
         return value
     raise ValueError(f"{name} is {shown(value)}; allowed: a value of type {hint.__name__}")
 
