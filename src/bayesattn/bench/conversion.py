@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,7 @@ def run(
 
 def _run_case(suite: Suite, case: str, config: BertConfig, batch: int, length: int, rounds: int) -> None:
     torch.manual_seed(0)
-    original: nn.Module = BertForSequenceClassification(config)
-    original.to(suite.device)
+    original = cast(nn.Module, BertForSequenceClassification(config)).to(suite.device)
     converted, without_kl = (bayesianize(copy.deepcopy(original), AttentionConfig(v)) for v in ("BAM-WC", "BAM-NOKL"))
     mask = torch.ones(batch, length, dtype=torch.long, device=suite.device)
     mask[::2, -(length // 4) :] = 0

@@ -9,7 +9,7 @@ from bayesattn.plots._style import COLORS
 
 
 def plot_ratios(rows: Sequence[Row]) -> Figure:
-    """Draw the ratios on a logarithmic axis, a panel for every mode, grouped by case."""
+    """Draw the ratios, a panel for every mode, grouped by case; on a logarithmic axis where they spread."""
     modes = list(dict.fromkeys(row.mode for row in rows))
     figure = Figure(figsize=(8.0, 0.3 * len(rows) + 0.9 * len(modes)), layout="constrained")
     heights = [sum(row.mode == mode for row in rows) for mode in modes]
@@ -23,7 +23,8 @@ def plot_ratios(rows: Sequence[Row]) -> Figure:
         for position, row in enumerate(shown):
             ax.text(row.ratio, position, f" {row.ratio:.2f}", va="center", fontsize=8)
         ax.invert_yaxis()
-        ax.set_xscale("log")
+        if max(row.ratio for row in shown) > 3.0:
+            ax.set_xscale("log")
         ax.axvline(1.0, color="black", linewidth=0.8)
         ax.set_title(f"{mode}: time relative to the first provider of each case, {shown[0].device}", fontsize=9, loc="left")
         ax.spines[["top", "right"]].set_visible(False)

@@ -7,17 +7,18 @@ passes over m × n arrays are bound by page faults.
 The function returns the output and the log-sum-exp of the clean scores, which is all that the Weibull KL needs.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import weibull_kl
-from bayesattn.ops.attention.masking import Allowed, masked_logsumexp, masked_softmax
+from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.reference import expand_heads
 
 # entries of a block; two float32 arrays of this size fit a 2 MiB second-level cache (measured best of 2^16 … 2^22)
@@ -38,11 +39,9 @@ def attention(
     """Return O = W V for one draw from torch's generator, and the KL of each example if `need_kl`."""
     b, h, m, n = allowed.shape
     key, value = expand_heads(key, h), expand_heads(value, h)
-    mask = allowed.dense(query.device)
-    if mask is not None:
-        mask = mask.expand(b, h, mask.shape[2], n).reshape(b * h, mask.shape[2], n)
+    closed, dead = _closed(allowed, query.device)
     flat = (x.reshape(b * h, *x.shape[2:]) for x in (query, key, value))
-    output, lse = _BlockedAttention.apply(*flat, mask, config, scale, int(noise.draw_seed()), need_kl)
+    output, lse = _BlockedAttention.apply(*flat, closed, dead, config, scale, int(noise.draw_seed()), need_kl)
     kl = None
     if need_kl:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
@@ -55,44 +54,58 @@ class _BlockedAttention(torch.autograd.Function):
     """O, LSE = softmax(Φ + log-noise) V, logsumexp(Φ) with Φ = scale · Q Kᵀ; batch and heads in one axis."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, config, scale, seed, need_lse):
+    def forward(ctx, query, key, value, closed, dead, config, scale, seed, need_lse):
         output = query.new_empty((*query.shape[:2], value.shape[-1]))
         lse = query.new_zeros(query.shape[:2])
-        for at, scores, weights in _blocks(query, key, mask, config, scale, seed):
+        for at, scores, weights in _blocks(query, key, closed, dead, config, scale, seed):
             output[at] = torch.bmm(weights, value[at[0]])
-            if need_lse:
-                lse[at] = masked_logsumexp(scores, _part(mask, at))
-        ctx.save_for_backward(query, key, value, mask, output, lse)
+            if need_lse and scores.shape[-1]:
+                lse[at] = torch.logsumexp(scores, dim=-1)
+        if dead is not None:
+            lse.masked_fill_(dead.squeeze(-1), 0.0)
+        ctx.save_for_backward(query, key, value, closed, dead, output, lse)
         ctx.options, ctx.need_lse = (config, scale, seed), need_lse
         return output, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output, grad_lse):
-        query, key, value, mask, output, lse = ctx.saved_tensors
+        query, key, value, closed, dead, output, lse = ctx.saved_tensors
         grad_query = torch.empty_like(query)
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
         # Σ_j W_ij dW_ij = O_i · dO_i, so the softmax's backward needs no row sum
         delta = (output * grad_output).sum(dim=-1, keepdim=True)
         scale = ctx.options[1]
-        for at, scores, weights in _blocks(query, key, mask, *ctx.options):
+        for at, scores, weights in _blocks(query, key, closed, dead, *ctx.options):
             heads = at[0]
             grad_value[heads].baddbmm_(weights.transpose(1, 2), grad_output[at])
             grad_scores = torch.bmm(grad_output[at], value[heads].transpose(1, 2)).sub_(delta[at]).mul_(weights)
             if ctx.need_lse:
                 # d LSE_i / d Φ_ij is the clean weight
-                clean = scores.sub_(lse[at].unsqueeze(-1)).exp_().mul_(grad_lse[at].unsqueeze(-1))
-                allowed = _part(mask, at)
-                grad_scores += clean if allowed is None else clean.masked_fill_(~allowed, 0.0)
+                grad_scores += scores.sub_(lse[at].unsqueeze(-1)).exp_().mul_(grad_lse[at].unsqueeze(-1))
             grad_query[at] = torch.bmm(grad_scores, key[heads]).mul_(scale)
             grad_key[heads].baddbmm_(grad_scores.transpose(1, 2), query[at], alpha=scale)
-        return grad_query, grad_key, grad_value, None, None, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, None, None, None
+
+
+def _closed(allowed: Allowed, device: torch.device) -> tuple[Bool[Tensor, "bh #m n"] | None, Bool[Tensor, "bh #m 1"] | None]:
+    """Return the entries that do not exist, and the rows without any that does; None where there are none."""
+    b, h, _, n = allowed.shape
+    mask = allowed.dense(device)
+    if mask is None:
+        return None, None
+    rows, dead = mask.shape[2], ~mask.any(dim=-1, keepdim=True)
+    closed = (~mask).expand(b, h, rows, n).reshape(b * h, rows, n)
+    return closed, dead.expand(b, h, rows, 1).reshape(b * h, rows, 1) if bool(dead.any()) else None
 
 
 def _blocks(
-    query: Tensor, key: Tensor, mask: Tensor | None, config: AttentionConfig, scale: float, seed: int
+    query: Tensor, key: Tensor, closed: Tensor | None, dead: Tensor | None, config: AttentionConfig, scale: float, seed: int
 ) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
-    """Yield (heads and rows, clean scores, sampled weights) of every block, the same in forward and backward."""
+    """Yield (heads and rows, clean scores, sampled weights) of every block, the same in forward and backward.
+
+    Entries that do not exist have the score −inf, which noise leaves alone, and so the weight 0.
+    """
     (heads, m, _), n = query.shape, key.shape[1]
     generator = torch.Generator().manual_seed(seed)
     rows = max(1, min(m, BLOCK_ENTRIES // max(n, 1)))
@@ -101,12 +114,14 @@ def _blocks(
         for top in range(0, m, rows):
             at = slice(first, first + step), slice(top, top + rows)
             scores = torch.bmm(query[at] * scale, key[at[0]].transpose(1, 2))
+            if closed is not None:
+                scores.masked_fill_(_part(closed, at), -math.inf)
             shape = (1, scores.shape[0], scores.shape[1], n)
             log_noise = noise.log_noise(None, shape, config, dtype=scores.dtype, generator=generator)[0]
-            yield at, scores, masked_softmax(log_noise.add_(scores), _part(mask, at))
+            weights = torch.softmax(log_noise.add_(scores), dim=-1)
+            # the softmax of a row without keys is NaN; it is overwritten, and nothing differentiates through it
+            yield at, scores, weights if dead is None else weights.masked_fill_(_part(dead, at), 0.0)
 
 
-def _part(mask: Tensor | None, at: tuple[slice, slice]) -> Tensor | None:
-    if mask is None:
-        return None
+def _part(mask: Tensor, at: tuple[slice, slice]) -> Tensor:
     return mask[at] if mask.shape[1] > 1 else mask[at[0]]
