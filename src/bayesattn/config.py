@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bayesattn._numbers import check_positive
+
 Family = Literal["weibull", "lognormal"]
 PriorKind = Literal["fixed", "contextual"]
 
@@ -87,8 +89,7 @@ class AttentionConfig:
             _check_choice(name, getattr(self, name))
         for name in ("weibull_k", "gamma_alpha", "gamma_beta", "sigma_q", "sigma_p"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (0.0 < value < math.inf):
-                raise ValueError(f"{name} is {value!r}; allowed: a finite number above 0")
+            check_positive(**{name: value})
             object.__setattr__(self, name, float(value))
         if not isinstance(self.mu_p, int | float) or not math.isfinite(self.mu_p):
             raise ValueError(f"mu_p is {self.mu_p!r}; allowed: a finite number")

@@ -16,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Gamma, LogNormal, Weibull
 
+from bayesattn._numbers import check_positive
+
 EULER_GAMMA = 0.5772156649015329
 
 
@@ -36,6 +38,7 @@ def lognormal_log_sample(
     scores: Float[Tensor, "*shape"], normal: Float[Tensor, "*shape"], *, sigma_q: float
 ) -> Float[Tensor, "*shape"]:
     """Return log S for S ~ Lognormal with log-deviation σ_q and mean exp(scores), from normal noise."""
+    check_positive(sigma_q=sigma_q)
     return scores - 0.5 * sigma_q**2 + sigma_q * normal
 
 
@@ -47,19 +50,23 @@ def weibull_posterior(scores: Float[Tensor, "*shape"], *, weibull_k: float) -> W
 
 def lognormal_posterior(scores: Float[Tensor, "*shape"], *, sigma_q: float) -> LogNormal:
     """Return torch's LogNormal with mean exp(scores): μ_q = Φ − σ_q²/2."""
+    check_positive(sigma_q=sigma_q)
     return LogNormal(loc=scores - 0.5 * sigma_q**2, scale=torch.full_like(scores, sigma_q))
 
 
 def gamma_prior(log_alpha: Float[Tensor, "*shape"], *, gamma_beta: float) -> Gamma:
     """Return torch's Gamma with shape α and **rate** β."""
+    check_positive(gamma_beta=gamma_beta)
     return Gamma(concentration=torch.exp(log_alpha), rate=torch.full_like(log_alpha, gamma_beta))
 
 
 def lognormal_prior(mu_p: Float[Tensor, "*shape"], *, sigma_p: float) -> LogNormal:
     """Return torch's LogNormal with parameters μ_p and σ_p."""
+    check_positive(sigma_p=sigma_p)
     return LogNormal(loc=mu_p, scale=torch.full_like(mu_p, sigma_p))
 
 
 def log_gamma_1p_inverse(weibull_k: float) -> float:
     """Return ln Γ(1 + 1/k) as a Python float: 1 + 1/1000 is exactly 1 in bfloat16."""
+    check_positive(weibull_k=weibull_k)
     return math.lgamma(1.0 + 1.0 / weibull_k)

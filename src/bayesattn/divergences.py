@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Gamma, Weibull
 from torch.distributions.kl import register_kl
 
+from bayesattn._numbers import check_positive
 from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
 
 
@@ -42,6 +43,7 @@ def weibull_gamma_key_term(log_alpha: Float[Tensor, "*s"], *, weibull_k: float, 
 
     ln Γ(α) is taken as ln Γ(1 + α) − ln α, whose gradient in ln α is finite however small α is.
     """
+    check_positive(weibull_k=weibull_k, gamma_beta=gamma_beta)
     alpha = torch.exp(log_alpha)
     slope = EULER_GAMMA / weibull_k + log_gamma_1p_inverse(weibull_k) - math.log(gamma_beta)
     return alpha * slope + torch.lgamma(1.0 + alpha) - log_alpha + (math.log(weibull_k) - EULER_GAMMA - 1.0)
@@ -57,6 +59,7 @@ def kl_lognormal_lognormal(
     Squares are taken after dividing by σ_p, and the constants as Python floats, so σ_p = 1e15 beside σ_q = 1e-15
     neither overflows nor underflows.
     """
+    check_positive(sigma_q=sigma_q, sigma_p=sigma_p)
     deviation = (scores - 0.5 * sigma_q**2 - mu_p) / sigma_p
     return 0.5 * deviation.square() + lognormal_constant(sigma_q=sigma_q, sigma_p=sigma_p)
 

@@ -171,6 +171,36 @@ def test_check_finite_allows_the_prior_of_a_masked_key():
     )
 
 
+PHI = torch.zeros(3)
+BARE_FUNCTIONS = {
+    "weibull_k": [
+        lambda k: ba.distributions.weibull_log_sample(PHI, PHI + 1.0, weibull_k=k),
+        lambda k: ba.distributions.weibull_posterior(PHI, weibull_k=k),
+        lambda k: ba.divergences.kl_weibull_gamma(PHI, PHI, weibull_k=k, gamma_beta=1.0),
+    ],
+    "gamma_beta": [
+        lambda beta: ba.distributions.gamma_prior(PHI, gamma_beta=beta),
+        lambda beta: ba.divergences.kl_weibull_gamma(PHI, PHI, weibull_k=1.0, gamma_beta=beta),
+    ],
+    "sigma_q": [
+        lambda sigma: ba.distributions.lognormal_log_sample(PHI, PHI, sigma_q=sigma),
+        lambda sigma: ba.distributions.lognormal_posterior(PHI, sigma_q=sigma),
+        lambda sigma: ba.divergences.kl_lognormal_lognormal(PHI, PHI, sigma_q=sigma, sigma_p=1.0),
+    ],
+    "sigma_p": [
+        lambda sigma: ba.distributions.lognormal_prior(PHI, sigma_p=sigma),
+        lambda sigma: ba.divergences.kl_lognormal_lognormal(PHI, PHI, sigma_q=1.0, sigma_p=sigma),
+    ],
+}
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", BARE_FUNCTIONS)
+def test_the_bare_distributions_and_divergences_name_a_bad_parameter(name, value):
+    for call in BARE_FUNCTIONS[name]:
+        _refused(f"{name} is {value}; allowed: a finite number above 0", call, value)
+
+
 @pytest.mark.parametrize("make", [
     lambda config: ba.nn.MultiheadAttention(8, 2, config=config),
     lambda config: ba.nn.BayesianWeights(config, key_dim=4),

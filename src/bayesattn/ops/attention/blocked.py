@@ -37,7 +37,7 @@ def attention(
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
     """Return O = W V for one draw from torch's generator, and the KL of each example if `need_kl`."""
-    b, h, m, n = allowed.shape
+    b, h, m, _ = allowed.shape
     key, value = expand_heads(key, h), expand_heads(value, h)
     closed, dead = _closed(allowed, query.device)
     flat = (x.reshape(b * h, *x.shape[2:]) for x in (query, key, value))
