@@ -109,6 +109,6 @@ def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):
     graph = pytest.importorskip("bayesattn.bench.graph")
     from bayesattn.ops.segment import csr
 
-    monkeypatch.setattr(csr, "softmax", lambda scores, edges: scores.exp())
+    monkeypatch.setattr(csr, "softmax", lambda scores, edges, log_noise=None: scores.exp())
     with pytest.raises(RuntimeError, match=r"csr and reference differ by .*nothing was timed"):
         graph.run("cpu", [graph.Case(31, 97, 5)])

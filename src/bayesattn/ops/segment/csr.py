@@ -56,9 +56,11 @@ def sum_by_target(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "r *f
     return _Sum.apply(x, edges, "target")
 
 
-def softmax(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "e h"]:
-    """Return exp(Φ_e) over the sum of it on the edges of the same target."""
-    return _Softmax.apply(scores, edges)
+def softmax(
+    scores: Float[Tensor, "e h"], edges: Edges, log_noise: Float[Tensor, "e h"] | None = None
+) -> Float[Tensor, "e h"]:
+    """Return exp(Φ_e + noise) over the sum of it on the edges of the same target; the noise is overwritten."""
+    return _Softmax.apply(scores, log_noise, edges)
 
 
 def logsumexp(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "r h"]:
@@ -115,8 +117,8 @@ class _Sum(torch.autograd.Function):
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores: Tensor, edges: Edges) -> Tensor:
-        weights, _ = _softmax(scores, edges)
+    def forward(ctx, scores: Tensor, log_noise: Tensor | None, edges: Edges) -> Tensor:
+        weights, _ = _softmax(scores.clone() if log_noise is None else log_noise.add_(scores), edges)
         ctx.edges = edges
         ctx.save_for_backward(weights)
         return weights
@@ -127,13 +129,13 @@ class _Softmax(torch.autograd.Function):
         (weights,) = ctx.saved_tensors
         slope = weights * grad
         mean = _lift(_sum(slope, ctx.edges, "target"), ctx.edges, "target")
-        return slope.addcmul_(weights, mean, value=-1.0), None
+        return slope.addcmul_(weights, mean, value=-1.0), None, None
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores: Tensor, edges: Edges) -> Tensor:
-        weights, lse = _softmax(scores, edges)
+        weights, lse = _softmax(scores.clone(), edges)
         ctx.edges = edges
         ctx.save_for_backward(weights)
         return lse
@@ -209,9 +211,10 @@ def _sum(x: Tensor, edges: Edges, side: Side) -> Tensor:
 
 
 def _softmax(scores: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
-    """Return the softmax and the log-sum-exp."""
-    largest = torch.sparse.mm(_sum_matrix(edges, "target", scores.dtype), scores.contiguous(), "amax")
-    weights = (scores - _lift(largest, edges, "target")).exp_()
+    """Return the softmax, written over the scores, and the log-sum-exp."""
+    scores = scores.contiguous()
+    largest = torch.sparse.mm(_sum_matrix(edges, "target", scores.dtype), scores, "amax")
+    weights = scores.sub_(_lift(largest, edges, "target")).exp_()
     total = _sum(weights, edges, "target")
     # rows without an edge: maximum 0 and total 0 above, log-sum-exp 0 as everywhere
     total = total.masked_fill_(total == 0.0, 1.0)

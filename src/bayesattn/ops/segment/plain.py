@@ -31,8 +31,11 @@ def sum_by_target(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "r *f
     return x.new_zeros(edges.num_targets, *x.shape[1:]).index_add(0, edges.target, x)
 
 
-def softmax(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "e h"]:
-    """Return exp(Φ_e) over the sum of it on the edges of the same target."""
+def softmax(
+    scores: Float[Tensor, "e h"], edges: Edges, log_noise: Float[Tensor, "e h"] | None = None
+) -> Float[Tensor, "e h"]:
+    """Return exp(Φ_e + noise) over the sum of it on the edges of the same target; the noise may be overwritten."""
+    scores = scores if log_noise is None else scores + log_noise
     return torch.exp(scores - lift_target(logsumexp(scores, edges), edges))
 
 

@@ -69,7 +69,7 @@ def sample_weights(
     scores: Float[Tensor, "e h"], edges: Edges, seed: noise.Seed | None, config: AttentionConfig, ops: ModuleType = plain
 ) -> Float[Tensor, "e h"]:
     """Draw W = softmax over the edges of a target of Φ + ln E / k or Φ + σ_q ε."""
-    return ops.softmax(scores + edge_log_noise(seed, edges.numbers, scores.shape[1], config, scores.dtype), edges)
+    return ops.softmax(scores, edges, edge_log_noise(seed, edges.numbers, scores.shape[1], config, scores.dtype))
 
 
 def kl_total(
