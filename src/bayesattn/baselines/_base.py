@@ -1,0 +1,44 @@
+"""What every replacement of the softmax shares: scores in, weights out, the switches of a Bayesian module."""
+
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn.baselines.config import AttentionChoice
+from bayesattn.nn import BayesianModule
+
+
+class RivalModule(BayesianModule):
+    """A Bayesian module by its switches (`sampling(model)`, `record_kl()`), with a rival's config and no prior network."""
+
+    config: AttentionChoice
+
+    def __init__(self, config: AttentionChoice, *allowed: str) -> None:
+        super().__init__()
+        if not isinstance(config, AttentionChoice) or config.variant not in allowed:
+            raise ValueError(f"config is {config!r}; allowed: an AttentionChoice of variant {', '.join(map(repr, allowed))}")
+        self.config = config
+        self.bayes_prior = None
+        self.samples_in_eval = False
+        self.drops_in_eval = False
+        self.kl_name = type(self).__name__
+
+
+class RivalWeights(RivalModule):
+    """Called like `nn.BayesianWeights`: scores → weights."""
+
+    def log_prior(self, keys: Tensor, valid: Bool[Tensor, "..."] | None = None) -> None:
+        """Return None: no rival has a prior over the keys to prepare."""
+        return
+
+    def forward(
+        self,
+        scores: Float[Tensor, "*bh m n"],
+        keys: Any = None,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        prior: None = None,
+    ) -> Float[Tensor, "*bh m n"]:
+        """Return the weights of one draw, or their mean in eval mode; keys and prior are not used."""
+        raise NotImplementedError

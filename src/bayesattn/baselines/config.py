@@ -1,0 +1,106 @@
+"""One config for everything a recipe may name as its attention: soft, Bayesian, or a rival of Bayesian attention."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from bayesattn.config import VARIANTS, AttentionConfig, Family, PriorKind
+
+# what each rival makes random: a choice of one key, the weights, the context vector, or a latent alignment of the output
+HARD = ("hard-reinforce", "hard-gumbel")
+GAUSSIAN = ("gaussian-context", "gaussian-weights")
+VARIATIONAL = ("variational-exact", "variational-enum", "variational-sample", "variational-dirichlet")
+RIVALS = (*HARD, *GAUSSIAN, "mc-dropout", *VARIATIONAL)
+
+Control = Literal["none", "moving-average", "self-critical"]
+ContextPrior = Literal["keys", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice(AttentionConfig):
+    """An `AttentionConfig` whose variant may also be one of the rivals; docs/baselines.md says what each is.
+
+    Use it as the type of a recipe's `attention` field: the YAML of every variant is then one flat mapping.
+
+    Args:
+        baseline: What `hard-reinforce` subtracts from the loss of a draw: nothing, the moving average of earlier losses, or
+            the loss of a second pass with soft attention.
+        entropy_bonus: Weight of the entropy of the choice (`hard-reinforce`), subtracted from the loss.
+        temperature: Of the Gumbel-softmax; towards 0 it becomes a choice of one key.
+        straight_through: Whether `hard-gumbel` passes on the chosen key alone and the relaxed weights' gradient.
+        context_prior: What the Gaussian context is pulled towards: the mean of the `keys`, or `zero`.
+        gaussian_sigma: Deviation of the weights at the start (`gaussian-weights`).
+        attention_dropout: Dropout on the weights (`mc-dropout`).
+        sampled_kl: Replace the closed-form KL of a Bayesian variant by ln q(S) − ln p(S) at the drawn S.
+        inference_dim: Features of each direction of the inference network's LSTMs (`variational-…`).
+    """
+
+    allowed_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, *RIVALS)
+
+    baseline: Control = "moving-average"
+    entropy_bonus: float = 0.0
+    temperature: float = 0.5
+    straight_through: bool = False
+    context_prior: ContextPrior = "keys"
+    gaussian_sigma: float = 1.0
+    attention_dropout: float = 0.1
+    sampled_kl: bool = False
+    inference_dim: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("baseline", get_args(Control)), ("context_prior", get_args(ContextPrior))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
+        for name in ("temperature", "gaussian_sigma"):
+            if not (0.0 < getattr(self, name) < math.inf):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number above 0")
+        if not (0.0 <= self.entropy_bonus < math.inf):
+            raise ValueError(f"entropy_bonus is {self.entropy_bonus!r}; allowed: a finite number of at least 0")
+        if not (0.0 <= self.attention_dropout < 1.0):
+            raise ValueError(f"attention_dropout is {self.attention_dropout!r}; allowed: at least 0 and below 1")
+        if self.inference_dim < 1:
+            raise ValueError(f"inference_dim is {self.inference_dim!r}; allowed: an integer of at least 1")
+        if self.sampled_kl and not (self.is_bayesian and super().has_kl):
+            raise ValueError(f"sampled_kl is True for {self.variant}; allowed: with BAM-LF, BAM-LC, BAM-WF or BAM-WC")
+
+    @property
+    def is_bayesian(self) -> bool:
+        """Whether the variant is one of the library's own, soft attention included."""
+        return self.variant in VARIANTS
+
+    @property
+    def is_variational(self) -> bool:
+        """Whether the variant is a latent alignment (Deng et al., 2018), which needs a `LatentAlignment`."""
+        return self.variant in VARIATIONAL
+
+    @property
+    def family(self) -> Family | None:
+        """Posterior family of a Bayesian variant; a rival has none, and code that asks for one cannot run it."""
+        self._only_bayesian()
+        return super().family
+
+    @property
+    def prior_kind(self) -> PriorKind | None:
+        """Prior kind of a Bayesian variant."""
+        self._only_bayesian()
+        return super().prior_kind
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether attention itself is drawn in training and inside `sampling(model)`; dropout does not count."""
+        return super().is_stochastic if self.is_bayesian else self.variant in HARD + GAUSSIAN
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the variant has a KL term."""
+        if self.is_bayesian:
+            return super().has_kl
+        return self.variant in (*GAUSSIAN, "variational-enum", "variational-sample", "variational-dirichlet")
+
+    def _only_bayesian(self) -> None:
+        if not self.is_bayesian:
+            raise ValueError(
+                f"variant is {self.variant!r}, which this module cannot run: build it with bayesattn.baselines; "
+                f"allowed here: {', '.join(map(repr, VARIANTS))}"
+            )

@@ -1,0 +1,168 @@
+"""The two factories: a replacement of the softmax, and additive attention for decoders, for any config."""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn import noise
+from bayesattn.baselines._base import RivalWeights
+from bayesattn.baselines.config import AttentionChoice
+from bayesattn.baselines.dropout import DropoutWeights
+from bayesattn.baselines.gaussian import GaussianContext, GaussianWeights
+from bayesattn.baselines.hard import GumbelWeights, HardWeights
+from bayesattn.baselines.sampled_kl import SampledKLWeights
+from bayesattn.config import AttentionConfig
+from bayesattn.nn import AdditiveAttention, BayesianWeights
+from bayesattn.ops.attention.kl import kl_from_scores
+
+# variant: its weights; the others are soft attention with something around it
+WEIGHTS: dict[str, type[RivalWeights]] = {
+    "hard-reinforce": HardWeights,
+    "hard-gumbel": GumbelWeights,
+    "gaussian-weights": GaussianWeights,
+    "mc-dropout": DropoutWeights,
+}
+
+
+def build_weights(config: AttentionConfig, *, key_dim: int | None = None) -> BayesianWeights | RivalWeights:
+    """Build what takes the place of the softmax: a module from scores (and a mask) to weights.
+
+    Args:
+        config: A Bayesian variant, or a rival that changes the weights.
+        key_dim: Features of a key; needed for contextual priors.
+    """
+    if not isinstance(config, AttentionChoice):
+        return BayesianWeights(config, key_dim=key_dim)
+    if config.variant in WEIGHTS:
+        return WEIGHTS[config.variant](config)  # type: ignore[call-arg]  (subclasses name their variant themselves)
+    if not config.is_bayesian:
+        raise ValueError(f"variant is {config.variant!r}, which does not change the weights alone; allowed here: {_LISTED}")
+    return (SampledKLWeights if config.sampled_kl else BayesianWeights)(config, key_dim=key_dim)
+
+
+class StepAttention(AdditiveAttention):
+    """Additive attention for a decoder, one call a step, with any weights and, if wanted, a noisy context.
+
+    Soft attention's parameters have the same names here, so its checkpoints load.
+
+    Args:
+        query_dim: Features of a query.
+        key_dim: Features of a key.
+        hidden_dim: Width of the tanh layer.
+        config: Which attention; any but the variational ones.
+        value_dim: Features of a value; `key_dim` if None.
+        bias: Whether the tanh layer has a bias.
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        key_dim: int,
+        hidden_dim: int,
+        *,
+        config: AttentionConfig,
+        value_dim: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(query_dim, key_dim, hidden_dim, config=AttentionConfig("soft"), bias=bias)
+        noisy = isinstance(config, AttentionChoice) and config.variant == "gaussian-context"
+        self.context_noise = GaussianContext(config, value_dim or key_dim) if noisy else None  # type: ignore[arg-type]
+        if not noisy:
+            self.weights = build_weights(config, key_dim=key_dim)  # type: ignore[assignment]
+
+    def forward(
+        self,
+        query: Float[Tensor, "b m dq"],
+        key: Float[Tensor, "b n dk"],
+        value: Float[Tensor, "b n dv"] | None = None,
+        *,
+        mask: Bool[Tensor, "b n"] | None = None,
+        prepared: tuple[Tensor, Tensor | None] | None = None,
+    ) -> tuple[Float[Tensor, "b m dv"], Float[Tensor, "b m n"]]:
+        """Return the context of each query and the weights; arguments as for `AdditiveAttention`."""
+        context, weights = super().forward(query, key, value, mask=mask, prepared=prepared)
+        if self.context_noise is not None:
+            context = self.context_noise(context, key if value is None else value, mask)
+        return context, weights
+
+    @property
+    def is_plannable(self) -> bool:
+        """Whether all steps' randomness can be drawn before the first: soft and Bayesian attention with its closed KL."""
+        return type(self.weights) is BayesianWeights and self.context_noise is None
+
+    def plan_bias(self, mask: Bool[Tensor, "b n"], num_steps: int) -> Float[Tensor, "b t n"]:
+        """Return what makes softmax(Φ_t + bias_t) the weights of step t: the noise of all steps, drawn at once.
+
+        Missing keys get −inf; where nothing is drawn one step stands for all (t = 1). A loop over decoding steps that adds
+        this costs the same for soft and for Bayesian attention.
+        """
+        config, (b, n) = self.weights.config, mask.shape
+        closed = torch.zeros((b, 1, n), device=mask.device).masked_fill(~mask.unsqueeze(1), -math.inf)
+        if not self.weights.is_sampling:
+            return closed
+        return closed + noise.log_noise(None, (b, 1, num_steps, n), config, device=mask.device).squeeze(1)
+
+    def record_steps(
+        self,
+        output: Float[Tensor, "..."],
+        scores: Float[Tensor, "b t n"],
+        key: Float[Tensor, "b n dk"],
+        *,
+        mask: Bool[Tensor, "b n"],
+        steps: Bool[Tensor, "b t"],
+    ) -> Float[Tensor, "..."]:
+        """Record the KL of all steps at once and return `output`: the same sum as one record a step, without padded steps.
+
+        The KL needs the scores alone, never the draws, so it can wait until the loop is over.
+
+        Args:
+            output: Any result of the steps; use the returned tensor in its place.
+            scores: Φ of all steps.
+            key: Read by the contextual prior.
+            mask: True for keys that exist.
+            steps: True for steps that count.
+        """
+        weights = self.weights
+        if not weights.needs_kl:
+            return output
+        rows = (mask.unsqueeze(1) & steps.unsqueeze(2)).unsqueeze(1)
+        with torch.autocast(scores.device.type, enabled=False):
+            full = scores.to(torch.promote_types(scores.dtype, torch.float32)).unsqueeze(1)
+            kl = kl_from_scores(full, weights.log_prior(key, mask.unsqueeze(1)), rows, weights.config)
+            if weights.config.kl_reduction != "sum":
+                # a mean over rows, or over the entries of rows of equal length: as a sum over steps
+                kl = kl * steps.sum(dim=1)
+        return weights._record(output, kl)
+
+
+def build_step_attention(
+    config: AttentionConfig,
+    query_dim: int,
+    key_dim: int,
+    hidden_dim: int,
+    *,
+    value_dim: int | None = None,
+    bias: bool = True,
+) -> StepAttention:
+    """Build additive attention for a decoder: `module(query, key, …)` returns (context, weights).
+
+    KL terms are recorded inside `record_kl()`; train hard attention inside `with_score_function`. Both do nothing for
+    variants that do not need them, so one training loop serves all.
+
+    Args:
+        config: Which attention.
+        query_dim: Features of a query.
+        key_dim: Features of a key.
+        hidden_dim: Width of the tanh layer.
+        value_dim: Features of a value; `key_dim` if None.
+        bias: Whether the tanh layer has a bias.
+
+    Raises:
+        ValueError: The variant is a latent alignment, which needs the likelihood of every key: see `LatentAlignment`.
+    """
+    return StepAttention(query_dim, key_dim, hidden_dim, config=config, value_dim=value_dim, bias=bias)
+
+
+_LISTED = ", ".join(map(repr, (*AttentionConfig.allowed_variants, *WEIGHTS)))
