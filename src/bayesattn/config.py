@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from bayesattn._numbers import check_positive
 
@@ -63,6 +63,9 @@ class AttentionConfig:
             averaged over heads and queries; `mean` over all valid entries.
     """
 
+    # a subclass that knows more variants lists them here (`baselines.AttentionChoice`)
+    allowed_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
+
     variant: str = "BAM-WC"
     _: dataclasses.KW_ONLY
     weibull_k: float = 5.0
@@ -81,12 +84,13 @@ class AttentionConfig:
     kl_reduction: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("preset", self.preset)
+        choices = {**CHOICES, "variant": self.allowed_variants}
+        _check_choice("preset", self.preset, choices["preset"])
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in CHOICES:
-            _check_choice(name, getattr(self, name))
+        for name, allowed in choices.items():
+            _check_choice(name, getattr(self, name), allowed)
         for name in ("weibull_k", "gamma_alpha", "gamma_beta", "sigma_q", "sigma_p"):
             value = getattr(self, name)
             check_positive(**{name: value})
@@ -130,6 +134,6 @@ class AttentionConfig:
         return cls(**values)
 
 
-def _check_choice(name: str, value: object) -> None:
-    if value not in CHOICES[name]:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, CHOICES[name]))}")
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")

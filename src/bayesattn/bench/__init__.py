@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-SUITES = ("attention", "conversion", "graph", "model")
+SUITES = ("attention", "conversion", "graph", "model", "translation")
 
 
 def run_suite(name: str, device: str, out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bayesattn.cli import _print
+from bayesattn.cli import _print, translation
 
 app = typer.Typer(
     help="Bayesian attention: train, evaluate, report.",
@@ -165,7 +165,7 @@ def reproduce(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, conversion, graph or model.")],
+    suite: Annotated[str, typer.Argument(help="attention, conversion, graph, model or translation.")],
     out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
@@ -192,3 +192,6 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{name} is {text!r}; allowed: numbers separated by commas, as in 0,1,2") from None
+
+
+translation.register(app)

@@ -46,6 +46,10 @@ class AdditiveAttention(nn.Module):
         """Return what all steps share: the projected keys and, inside `record_kl()`, ln Ψ."""
         return self.key_proj(key), self.weights.log_prior(key, None if mask is None else mask[:, None])
 
+    def scores(self, query: Float[Tensor, "b m dq"], keys: Float[Tensor, "b n d"]) -> Float[Tensor, "b m n"]:
+        """Return Φ = vᵀ tanh(W_q q + W_k k + b) from keys that `prepare` has projected."""
+        return self.score_proj(torch.tanh(self.query_proj(query).unsqueeze(2) + keys.unsqueeze(1))).squeeze(-1)
+
     def forward(
         self,
         query: Float[Tensor, "b m dq"],
@@ -65,7 +69,5 @@ class AdditiveAttention(nn.Module):
             prepared: Result of `prepare(key, mask)`.
         """
         keys, prior = self.prepare(key, mask) if prepared is None else prepared
-        hidden = torch.tanh(self.query_proj(query).unsqueeze(2) + keys.unsqueeze(1))
-        scores = self.score_proj(hidden).squeeze(-1)
-        weights = self.weights(scores, mask=None if mask is None else mask[:, None, :], prior=prior)
+        weights = self.weights(self.scores(query, keys), mask=None if mask is None else mask[:, None, :], prior=prior)
         return weights @ (key if value is None else value), weights

@@ -1,0 +1,51 @@
+"""A training step of the translation model with soft, Bayesian and rival attention: the paper's cost table."""
+
+import dataclasses
+
+import torch
+
+from bayesattn.baselines import AttentionChoice
+from bayesattn.bench.harness import Row
+from bayesattn.recipes.translation.cost import measure_costs
+from bayesattn.recipes.translation.train import TranslationConfig
+
+VARIANTS = (
+    "soft",
+    "BAM-NOKL",
+    "BAM-LC",
+    "BAM-WC",
+    "hard-reinforce",
+    "hard-gumbel",
+    "gaussian-context",
+    "mc-dropout",
+    "variational-exact",
+    "variational-enum",
+    "variational-sample",
+    "variational-dirichlet",
+)
+# those that may run their decoder as a recorded graph
+GRAPHED = ("soft", "BAM-NOKL", "BAM-LC", "BAM-WC", "variational-enum", "variational-sample")
+SMALL = TranslationConfig(embedding_dim=128, encoder_dim=128, decoder_dim=192, attention_dim=128)
+
+
+def run(device: str) -> list[Row]:
+    """Time the paper's size on a GPU (256 sentences of 16 tokens, bfloat16), a quarter of it on a CPU (32 of 16)."""
+    if device == "cpu":
+        return _rows(VARIANTS, SMALL, 32, 2000, device)
+    rows = _rows(VARIANTS, TranslationConfig(), 256, 10_000, device, torch.bfloat16)
+    recorded = TranslationConfig(decoder_mode="cuda-graph")
+    return rows + _rows(GRAPHED, recorded, 256, 10_000, device, torch.bfloat16)
+
+
+def _rows(
+    variants: tuple[str, ...],
+    config: TranslationConfig,
+    num_sentences: int,
+    vocabulary_size: int,
+    device: str,
+    autocast: torch.dtype | None = None,
+) -> list[Row]:
+    attention = {variant: AttentionChoice(variant, inference_dim=config.encoder_dim) for variant in variants}
+    configs = [(variant, dataclasses.replace(config, attention=choice)) for variant, choice in attention.items()]
+    sizes = {"num_sentences": num_sentences, "length": 16, "vocabulary_size": vocabulary_size}
+    return measure_costs(configs, **sizes, device=device, autocast=autocast)[0]

@@ -1,0 +1,1 @@
+"""German to English with an LSTM encoder-decoder: the paper's translation experiment and its rivals."""

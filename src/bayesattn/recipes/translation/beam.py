@@ -1,0 +1,112 @@
+"""Beam search for all sentences of a batch at once; it knows nothing of the model but its next-token probabilities.
+
+A hypothesis y of L tokens, its end token included, has the score
+
+    ln p(y) / ((5 + L) / 6)^a                                                  (Wu et al., 2016; the paper: a = 1, beam 10)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bayesattn.recipes.translation.vocabulary import END, PAD, START
+
+# how many steps pass before the host asks the device whether all sentences are finished
+CHECK_EVERY = 4
+
+# (last tokens, state) → (ln p of every next token, new state); the state is a named tuple of tensors
+Next = Callable[[Int[Tensor, "b k"], Any], tuple[Float[Tensor, "b k v"], Any]]
+
+
+class Hypotheses(NamedTuple):
+    """The best translations of every sentence, best first.
+
+    Attributes:
+        tokens: End token last, then padding.
+        scores: Length-normalised log-probabilities; −inf where fewer were found than asked for.
+    """
+
+    tokens: Int[Tensor, "b k t"]
+    scores: Float[Tensor, "b k"]
+
+
+def length_penalty(length: int, power: float) -> float:
+    """Return ((5 + L) / 6)^a."""
+    return ((5.0 + length) / 6.0) ** power
+
+
+@torch.no_grad()
+def beam_search(
+    next_log_probs: Next,
+    state: Any,
+    axes: tuple[int, ...],
+    *,
+    batch: int,
+    beam: int,
+    max_length: int,
+    penalty: float = 1.0,
+    num_best: int = 1,
+    device: torch.device | str = "cpu",
+) -> Hypotheses:
+    """Return the best hypotheses found.
+
+    Args:
+        next_log_probs: The model.
+        state: Its state before the first step, with `beam` equal hypotheses of every sentence.
+        axes: Of each tensor of the state, where the batch is; the hypotheses follow it.
+        batch: Sentences.
+        beam: Hypotheses kept at every step.
+        max_length: Tokens of the longest hypothesis, its end token included; the last may only be that.
+        penalty: The power a; 0 compares plain log-probabilities.
+        num_best: Hypotheses returned; the search ends when no living one can still be among them.
+        device: Of the state.
+    """
+    if beam < 1 or max_length < 1 or num_best < 1:
+        raise ValueError(f"beam, max_length, num_best are {beam}, {max_length}, {num_best}; allowed: at least 1")
+    if penalty < 0.0:
+        raise ValueError(f"penalty is {penalty!r}; allowed: at least 0")
+    tokens = torch.full((batch, beam, max_length), PAD, device=device)
+    last = torch.full((batch, beam), START, device=device)
+    # all hypotheses are the same at first: only one may be continued
+    alive = torch.full((batch, beam), -math.inf, device=device)
+    alive[:, 0] = 0.0
+    done = Hypotheses(tokens[:, :1].expand(-1, num_best, -1), torch.full((batch, num_best), -math.inf, device=device))
+    for step in range(max_length):
+        log_probs, state = next_log_probs(last, state)
+        total = alive.unsqueeze(-1) + log_probs
+        ended = Hypotheses(tokens.clone(), total[..., END] / length_penalty(step + 1, penalty))
+        ended.tokens[..., step] = END
+        done = _best(done, ended, num_best)
+        if step + 1 == max_length:
+            break
+        total[..., END] = -math.inf
+        alive, flat = total.flatten(1).topk(beam, dim=1)
+        origin, last = flat // total.shape[-1], flat % total.shape[-1]
+        tokens = tokens.gather(1, origin.unsqueeze(-1).expand_as(tokens))
+        tokens[..., step] = last
+        state = type(state)(*(_reorder(value, origin, axis) for value, axis in zip(state, axes, strict=True)))
+        if (step + 1) % CHECK_EVERY == 0 and _is_over(alive, done.scores, max_length, penalty):
+            break
+    return done
+
+
+def _best(first: Hypotheses, second: Hypotheses, count: int) -> Hypotheses:
+    scores, chosen = torch.cat([first.scores, second.scores], dim=1).topk(count, dim=1)
+    tokens = torch.cat([first.tokens, second.tokens], dim=1)
+    return Hypotheses(tokens.gather(1, chosen.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])), scores)
+
+
+def _reorder(value: Tensor, origin: Int[Tensor, "b k"], axis: int) -> Tensor:
+    view = [1] * value.ndim
+    view[axis], view[axis + 1] = origin.shape
+    return value.gather(axis + 1, origin.view(view).expand_as(value))
+
+
+def _is_over(alive: Tensor, done: Tensor, max_length: int, penalty: float) -> bool:
+    """Whether no living hypothesis can still enter its sentence's list: log-probabilities only fall, penalties only grow."""
+    reachable = alive[:, 0] / length_penalty(max_length, penalty)
+    return bool((reachable <= done[:, -1]).all())

@@ -1,0 +1,72 @@
+"""Corpus and sentence scores by sacrebleu, with the signature that says how they were computed."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["cased", "lowercase", "tokenised"]
+
+
+class CorpusScore(NamedTuple):
+    """A score and sacrebleu's signature of it."""
+
+    score: float
+    signature: str
+
+
+def _metrics() -> Any:
+    return _load("sacrebleu.metrics")
+
+
+def _load(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        raise ValueError(
+            "BLEU and chrF need the package 'sacrebleu'; install it with: pip install 'bayesattn[translation]'"
+        ) from None
+
+
+def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = "cased") -> CorpusScore:
+    """Return BLEU of a corpus.
+
+    Args:
+        outputs: Translations.
+        references: One each.
+        kind: `cased` or `lowercase` text, tokenised by sacrebleu's rules (13a); or `tokenised` text, lower-cased and taken
+            as it is (IWSLT14's files, and the paper's kind of BLEU).
+    """
+    options = {"tokenize": "none", "force": True} if kind == "tokenised" else {}
+    metric = _metrics().BLEU(lowercase=kind != "cased", **options)
+    score = metric.corpus_score(list(outputs), [list(references)])
+    return CorpusScore(score.score, str(metric.get_signature()))
+
+
+def corpus_chrf(outputs: Sequence[str], references: Sequence[str]) -> CorpusScore:
+    """Return chrF2."""
+    metric = _metrics().CHRF()
+    score = metric.corpus_score(list(outputs), [list(references)])
+    return CorpusScore(score.score, str(metric.get_signature()))
+
+
+def sentence_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+    """Return `chrf` and `bleu` of every sentence, from 0 to 100; BLEU counts only the orders a sentence has."""
+    metrics = _metrics()
+    chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
+    pairs = list(zip(outputs, references, strict=True))
+    return {
+        "chrf": [chrf.sentence_score(output, [reference]).score for output, reference in pairs],
+        "bleu": [bleu.sentence_score(output, [reference]).score for output, reference in pairs],
+    }
+
+
+def bootstrap_p_value(
+    baseline: Sequence[str], ours: Sequence[str], references: Sequence[str], *, num_resamples: int = 1000
+) -> float:
+    """Return the p-value of a paired bootstrap test that two systems have the same BLEU (Koehn, 2004)."""
+    metric = _metrics().BLEU()
+    systems = [("baseline", list(baseline)), ("ours", list(ours))]
+    paired_test = _load("sacrebleu.significance").PairedTest
+    test = paired_test(systems, {"BLEU": metric}, [list(references)], test_type="bs", n_samples=num_resamples)
+    _, results = test()
+    return float(results["BLEU"][1].p_value)

@@ -1,0 +1,91 @@
+"""What a training step costs: every variant on the same batch, in one run, as multiples of soft attention's."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesattn.baselines import with_score_function
+from bayesattn.bench.harness import Row, Suite, peak_memory, versions
+from bayesattn.recipes._train import one_thread
+from bayesattn.recipes.translation.batches import make_batch
+from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.train import TranslationConfig, build_model
+from bayesattn.recipes.translation.vocabulary import END, PAD
+from bayesattn.recording import record_kl
+
+
+def random_batch(num_sentences: int, length: int, vocabulary_size: int) -> dict[str, Any]:
+    """Return sentence pairs of random tokens; all have `length` tokens, their end included, on both sides."""
+    rows = torch.randint(END + 1, vocabulary_size, (2, num_sentences, length - 1)).tolist()
+    return make_batch(*([[*row, END] for row in side] for side in rows))
+
+
+def training_step(model: Translator, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> Callable[[], None]:
+    """Return a call that makes one optimiser step: forward, backward, clipping and Adam, as in training."""
+    device = next(model.parameters()).device
+    batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    labels = sum(batch["target_lengths"])
+
+    def step() -> None:
+        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None), record_kl() as kl:
+            loss = with_score_function(model, lambda: model(**batch), batch["target_out"] != PAD).sum()
+        total = loss + kl.total() * len(batch["source_lengths"]) if len(kl) else loss
+        (total / labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_costs(
+    configs: Sequence[tuple[str, TranslationConfig]],
+    *,
+    num_sentences: int,
+    length: int,
+    vocabulary_size: int,
+    device: str,
+    autocast: torch.dtype | None = None,
+) -> tuple[list[Row], dict[str, int]]:
+    """Time a training step of every config on one batch; returns the rows and the number of parameters, by name.
+
+    Args:
+        configs: Named; ratios are to the first.
+        num_sentences: Of the batch.
+        length: Tokens of every sentence.
+        vocabulary_size: Tokens.
+        device: `cpu` or `cuda`.
+        autocast: Low precision, or None.
+    """
+    suite, parameters = Suite("translation", device), {}
+    batch = random_batch(num_sentences, length, vocabulary_size)
+    for name, config in configs:
+        torch.manual_seed(0)
+        model = build_model(config, vocabulary_size).to(device).train()
+        parameters[name] = sum(parameter.numel() for parameter in model.parameters())
+        case = f"{num_sentences} x {length} tokens, {config.encoder_dim}/{config.decoder_dim}, {vocabulary_size} types"
+        mode = f"train step, {config.decoder_mode}"
+        step = training_step(model, batch, autocast=autocast)
+        if device == "cpu":
+            suite.rows.append(_cpu_row(suite, case, name, mode, step))
+        else:
+            suite.run(case, name, mode, step)
+    return suite.rows, parameters
+
+
+@one_thread()
+def _cpu_row(suite: Suite, case: str, provider: str, mode: str, step: Callable[[], None], *, num_steps: int = 7) -> Row:
+    """Time a step on one thread by the processor's clock: what else the machine does then does not count."""
+    memory = peak_memory(step, device="cpu")
+    seconds = []
+    for _ in range(num_steps):
+        start = time.process_time()
+        step()
+        seconds.append(time.process_time() - start)
+    low, median, high = (torch.quantile(torch.tensor(seconds), q).item() * 1e3 for q in (0.2, 0.5, 0.8))
+    first = suite.rows[0].median_ms if suite.rows else median
+    return Row(suite.name, case, provider, f"{mode}, CPU time", median, low, high, memory, median / first, **versions("cpu"))

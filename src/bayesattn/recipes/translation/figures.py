@@ -1,0 +1,99 @@
+"""Pictures of what the decoder looked at, and how unsure it was of where to look."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from bayesattn.plots import plot_attention
+from bayesattn.recipes.translation.batches import make_batch
+from bayesattn.recipes.translation.decoder import at_least_float32
+from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.translate import Translation, available_methods, drawing
+from bayesattn.recipes.translation.vocabulary import END, Vocabulary
+from bayesattn.runs import write_bytes
+
+
+@torch.no_grad()
+def attention_samples(
+    model: Translator, source: list[int], target: list[int], num_samples: int, seed: int = 0
+) -> tuple[Float[Tensor, "s t n"], Float[Tensor, " n"] | None]:
+    """Return the weights along one translation under M draws, and the prior Ψ of a contextual model.
+
+    Args:
+        model: In eval mode.
+        source: Tokens, end token last.
+        target: Tokens, end token last.
+        num_samples: M; without attention noise and dropout all draws are the same.
+        seed: Of the draws.
+    """
+    device = next(model.parameters()).device
+    batch = make_batch([source], [target])
+    method, attention = available_methods(model)[:2][-1], model.decoder.attention
+    draws, prior = [], None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), drawing(model, method):
+        torch.manual_seed(seed)
+        for _ in range(num_samples):
+            memory = model.encode(batch["source"].to(device), batch["source_lengths"])
+            # the weights of a step are what its context was mixed with: ask the module once more, with the same noise
+            seen: list[Tensor] = []
+            hook = None
+            if attention.is_plannable:
+                bias = attention.plan_bias(memory.mask, len(target))
+                gates = model.decoder.input_gates(model.target_embedding(batch["target_in"].to(device)))
+                unrolled = model.decoder.unroll(gates, *memory, bias, model.decoder.plan_dropout(gates))
+                draws.append(torch.softmax(at_least_float32(unrolled.scores) + bias, dim=-1)[0])
+            else:
+                hook = attention.weights.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
+                try:
+                    model.unroll(memory, batch["target_in"].to(device))
+                finally:
+                    hook.remove()
+                draws.append(torch.cat(seen, dim=1)[0])
+        if attention.weights.bayes_prior is not None:
+            prior = torch.exp(attention.weights.bayes_prior(memory.values.unsqueeze(1)))[0, 0, 0]
+    return torch.stack(draws), prior
+
+
+def attention_figure(
+    model: Translator, vocabulary: Vocabulary, translation: Translation, *, num_samples: int = 20, seed: int = 0
+) -> Figure:
+    """Draw mean and deviation of the attention along one translation, and two draws."""
+    numbers = {piece: number for number, piece in enumerate(vocabulary.pieces)}
+    source = [*vocabulary.encode([translation.source])[0], END]
+    target = [numbers[token.piece] for token in translation.tokens]
+    weights, prior = attention_samples(model, source, target, num_samples, seed)
+    return plot_attention(
+        weights,
+        prior_weights=prior,
+        queries=[_word(vocabulary.pieces[token]) for token in target],
+        keys=[_word(vocabulary.pieces[token]) for token in source],
+        title=translation.text,
+    )
+
+
+def _word(piece: str) -> str:
+    return piece.replace("▁", "")
+
+
+def write_attention_maps(
+    model: Translator,
+    vocabulary: Vocabulary,
+    translations: Sequence[Translation],
+    folder: Path,
+    *,
+    num_samples: int = 20,
+    seed: int = 0,
+) -> Path:
+    """Write `attention-1.png`, `attention-2.png`, … and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, translation in enumerate(translations, start=1):
+        figure = attention_figure(model, vocabulary, translation, num_samples=num_samples, seed=seed)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+        write_bytes(folder / f"attention-{number}.png", content.getvalue())
+    return folder

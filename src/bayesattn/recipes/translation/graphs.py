@@ -1,0 +1,85 @@
+"""How the decoder's loop runs: as it is, compiled, or recorded as a CUDA graph for every shape of batch.
+
+The loop is some forty small kernels a step; on a GPU their launches cost more than their work. All modes compute the same
+(`tests/recipes/test_translation_model.py`), so the choice is one of speed:
+
+    decoder_mode: eager        anywhere, no preparation
+    decoder_mode: compile      torch.compile of the step, one compilation for all lengths; fuses the elementwise kernels
+    decoder_mode: cuda-graph   records forward and backward of the whole loop once for every (batch, target, source) shape
+                               and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
+                               needs an attention whose randomness is drawn beforehand (soft, BAM,
+                               variational)
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bayesattn.recipes.translation.decoder import Decoder, Unrolled
+
+Mode = Literal["eager", "compile", "cuda-graph"]
+MODES = get_args(Mode)
+
+
+def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
+    """Return what runs `decoder.unroll` in training."""
+    if mode not in MODES:
+        raise ValueError(f"decoder_mode is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
+    if mode == "eager":
+        return decoder.unroll
+    if not decoder.attention.is_plannable:
+        variant = decoder.attention.weights.config.variant
+        raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
+    if mode == "compile":
+        return torch.compile(decoder.unroll)
+    return GraphedUnroll(decoder)
+
+
+class _Loop(nn.Module):
+    """The loop as a module, as CUDA graphs want it: positional tensors in, a tuple of tensors out."""
+
+    def __init__(self, decoder: Decoder, mask: Tensor, has_drop: bool) -> None:
+        super().__init__()
+        self.decoder, self.mask, self.has_drop = decoder, mask, has_drop
+
+    def forward(self, gates: Tensor, values: Tensor, keys: Tensor, bias: Tensor, *drop: Tensor) -> tuple[Tensor, ...]:
+        # the bias closes missing keys, so the mask itself is not read
+        return tuple(self.decoder.unroll(gates, values, keys, self.mask, None, bias, drop[0] if self.has_drop else None))
+
+
+class GraphedUnroll:
+    """`decoder.unroll`, recorded on the first call with a shape and replayed on every later one.
+
+    The recording's tensors are reused: the results of a call are valid until the next call with the same shape, which in
+    training comes after the backward pass.
+
+    Args:
+        decoder: Its parameters may change between calls, their place in memory may not.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self._recorded: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
+
+    def __call__(
+        self, gates: Tensor, values: Tensor, keys: Tensor, mask: Tensor, prior: None, bias: Tensor, drop: Tensor | None
+    ) -> Unrolled:
+        """Run all steps; planned attention has no prior inside the loop."""
+        if gates.device.type != "cuda":
+            raise ValueError(f"decoder_mode is 'cuda-graph' on {gates.device.type}; allowed there: 'eager', 'compile'")
+        inputs = (gates, values, keys, bias, *([] if drop is None else [drop]))
+        key = (torch.is_grad_enabled(), *((tuple(x.shape), x.dtype, x.requires_grad) for x in inputs))
+        if key not in self._recorded:
+            self._recorded[key] = self._record(inputs, mask, drop is not None)
+        return Unrolled(*self._recorded[key](*inputs))
+
+    def _record(self, inputs: tuple[Tensor, ...], mask: Tensor, has_drop: bool) -> Callable[..., tuple[Tensor, ...]]:
+        samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
+        loop = _Loop(self.decoder, mask.clone(), has_drop).train(self.decoder.training)
+        dtype = torch.get_autocast_dtype("cuda")
+        # a cached low-precision copy of a weight would be baked into the recording
+        with torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
+            # parameters outside the loop (embedding gates, key projection, prior) are in the module and not used
+            return torch.cuda.make_graphed_callables(loop, samples, allow_unused_input=True)  # type: ignore[return-value]  (what went in, graphed)

@@ -1,0 +1,290 @@
+"""Translate sentences, and say how sure the model is of every token and of the whole sentence.
+
+The translation is the best hypothesis of the mean model. Then M models are drawn (attention noise, or dropout masks of a
+model without any), and each is asked twice: what it thinks of the translation's tokens, and what it would say itself.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bayesattn.metrics.disagreement import entropy
+from bayesattn.predict import sampling
+from bayesattn.recipes.translation.batches import Corpus, make_batch, token_batches
+from bayesattn.recipes.translation.beam import beam_search
+from bayesattn.recipes.translation.decoder import Memory
+from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.vocabulary import END, PAD, Vocabulary
+
+METHODS = ("mean", "attention", "dropout", "attention+dropout")
+# where batch and hypotheses are in `State`: after the layers in the first two tensors
+STATE_AXES = (1, 1, 0)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a translation.
+
+    Attributes:
+        piece: Its text; a leading ▁ begins a word.
+        probability: Mean over the draws.
+        entropy: Of the mean distribution over the vocabulary, in nats: total uncertainty.
+        mutual_information: The part of it that the draws disagree about.
+        disagreement: Share of the draws that would have chosen another token here.
+    """
+
+    piece: str
+    probability: float
+    entropy: float
+    mutual_information: float
+    disagreement: float
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translated sentence.
+
+    Attributes:
+        source: The sentence.
+        text: Its translation.
+        tokens: The translation's tokens; the end token, shown as </s>, is the last.
+        score: Mean ln p a token over the draws' mean distribution; 0 is certainty.
+        entropy: Mean over the tokens.
+        mutual_information: Mean over the tokens.
+        disagreement: 1 − mean similarity of the draws' own translations to this one (share of common tokens, in order).
+        samples: The draws' own translations.
+    """
+
+    source: str
+    text: str
+    tokens: tuple[Token, ...]
+    score: float
+    entropy: float
+    mutual_information: float
+    disagreement: float
+    samples: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def available_methods(model: Translator) -> list[str]:
+    """Return what can be drawn from a model, the usual way first after `mean`."""
+    stochastic, drops = model.decoder.attention, model.dropout.p > 0.0
+    noisy = stochastic.weights.config.is_stochastic or stochastic.context_noise is not None
+    if noisy:
+        return ["mean", "attention", *(["attention+dropout"] if drops else [])]
+    return ["mean", *(["dropout"] if drops else [])]
+
+
+def drawing(model: Translator, method: str) -> AbstractContextManager[object]:
+    """Return the context in which calls of the model draw: nothing, attention noise, dropout masks, or both."""
+    if method not in available_methods(model):
+        raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(available_methods(model))}")
+    return nullcontext() if method == "mean" else sampling(model, dropout=method.endswith("dropout"))
+
+
+def check_lengths(sources: Sequence[Sequence[int]], max_tokens: int, name: str) -> None:
+    """Refuse sentences with more tokens than the model was made for; each is one line of `name`."""
+    for number, tokens in enumerate(sources, start=1):
+        if len(tokens) > max_tokens:
+            raise ValueError(f"{name}, line {number} has {len(tokens)} tokens; allowed: at most {max_tokens}")
+
+
+@torch.no_grad()
+def decode(
+    model: Translator,
+    sources: Sequence[list[int]],
+    *,
+    beam: int = 10,
+    penalty: float = 1.0,
+    batch_tokens: int = 2048,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> list[list[int]]:
+    """Return the best translation of every source, without its end token.
+
+    Args:
+        model: In eval mode, or inside `sampling`.
+        sources: Tokens, end token last.
+        beam: Hypotheses kept.
+        penalty: Power of the length penalty.
+        batch_tokens: Source tokens decoded together.
+        on_progress: Called with the sentences done and to do.
+    """
+    found: list[list[int]] = [[] for _ in sources]
+    done = 0
+    for indices, memory in _encoded(model, sources, batch_tokens):
+        longest = max(len(sources[index]) for index in indices)
+        best = beam_search(
+            lambda tokens, state, memory=memory: model.next_log_probs(tokens, state, memory),
+            model.decoder.start(memory, beam),
+            STATE_AXES,
+            batch=len(indices),
+            beam=beam,
+            # English is rarely longer than its German by half
+            max_length=longest + longest // 2 + 10,
+            penalty=penalty,
+            device=memory.values.device,
+        )
+        for index, tokens in zip(indices, best.tokens[:, 0].tolist(), strict=True):
+            found[index] = tokens[: tokens.index(END)]
+        done += len(indices)
+        on_progress(done, len(sources))
+    return found
+
+
+def _encoded(model: Translator, sources: Sequence[list[int]], batch_tokens: int) -> Iterator[tuple[list[int], Memory]]:
+    device = next(model.parameters()).device
+    for indices in token_batches(Corpus(list(sources), list(sources)), batch_tokens):
+        chosen = indices.tolist()
+        batch = make_batch([sources[i] for i in chosen], [sources[i] for i in chosen])
+        yield chosen, model.encode(batch["source"].to(device), batch["source_lengths"])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What M draws think of given targets, step by step; padded steps are 0.
+
+    Attributes:
+        probability: Of the target tokens, under the mean distribution.
+        entropy: Of the mean distribution.
+        mutual_information: Entropy of the mean minus mean entropy.
+        disagreement: Share of draws whose favourite is another token than the target.
+        confidence: Of the mean distribution's favourite.
+        is_right: Whether that favourite is the target.
+        steps: True where there is a target.
+    """
+
+    probability: Float[Tensor, "b t"]
+    entropy: Float[Tensor, "b t"]
+    mutual_information: Float[Tensor, "b t"]
+    disagreement: Float[Tensor, "b t"]
+    confidence: Float[Tensor, "b t"]
+    is_right: Tensor
+    steps: Tensor
+
+
+@torch.no_grad()
+def judge(
+    model: Translator, sources: Sequence[list[int]], targets: Sequence[list[int]], method: str, num_samples: int
+) -> Judged:
+    """Ask M draws for their token distributions along given targets (end token last); one batch.
+
+    Args:
+        model: In eval mode.
+        sources: Tokens of the sentences.
+        targets: Tokens whose probabilities are asked for.
+        method: What is drawn; `mean` draws nothing and needs one pass.
+        num_samples: M.
+    """
+    device = next(model.parameters()).device
+    batch = make_batch(sources, targets)
+    source, target_in, target = (batch[name].to(device) for name in ("source", "target_in", "target_out"))
+    count = 1 if method == "mean" else num_samples
+    mean, spread, votes = (torch.zeros((), device=device) for _ in range(3))
+    with drawing(model, method):
+        for _ in range(count):
+            p = torch.exp(model.log_probs(model.encode(source, batch["source_lengths"]), target_in))
+            mean = mean + p / count
+            spread = spread + entropy(p) / count
+            votes = votes + (p.argmax(dim=-1) != target) / count
+    steps = target != PAD
+    confidence, favourite = mean.max(dim=-1)
+    overall = entropy(mean)
+    rows = {
+        "probability": mean.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        "entropy": overall,
+        "mutual_information": (overall - spread).clamp(min=0.0),
+        "disagreement": votes,
+        "confidence": confidence,
+    }
+    return Judged(**{name: row * steps for name, row in rows.items()}, is_right=(favourite == target) & steps, steps=steps)
+
+
+def translate(
+    model: Translator,
+    vocabulary: Vocabulary,
+    sentences: Sequence[str],
+    *,
+    max_tokens: int,
+    method: str | None = None,
+    num_samples: int = 20,
+    beam: int = 10,
+    penalty: float = 1.0,
+    seed: int = 0,
+    name: str = "input",
+) -> list[Translation]:
+    """Translate sentences with their uncertainty.
+
+    Args:
+        model: In eval mode.
+        vocabulary: Of the run.
+        sentences: One each.
+        max_tokens: Longest source; a longer one is an error that names its line.
+        method: What is drawn; None takes the usual way of the model. `mean` gives probabilities without draws.
+        num_samples: M.
+        beam: Hypotheses kept for the translation; the draws' own translations are greedy.
+        penalty: Power of the length penalty.
+        seed: Of the draws; torch's generators are left as they were.
+        name: What the lines are lines of, for errors.
+    """
+    method = available_methods(model)[:2][-1] if method is None else method
+    encoded = vocabulary.encode(sentences)
+    check_lengths(encoded, max_tokens, name)
+    sources = [[*tokens, END] for tokens in encoded]
+    if not sources:
+        return []
+    devices = [next(model.parameters()).device] if next(model.parameters()).is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        best = decode(model, sources, beam=beam, penalty=penalty)
+        sampled: list[list[list[int]]] = []
+        if method != "mean":
+            with drawing(model, method):
+                sampled = [decode(model, sources, beam=1, penalty=penalty) for _ in range(num_samples)]
+        found: list[Translation | None] = [None] * len(sources)
+        targets = [[*tokens, END] for tokens in best]
+        for indices in token_batches(Corpus(sources, targets), 1024):
+            chosen = indices.tolist()
+            judged = judge(model, [sources[i] for i in chosen], [targets[i] for i in chosen], method, num_samples)
+            for row, i in enumerate(chosen):
+                own = [draw[i] for draw in sampled]
+                found[i] = _assemble(str(sentences[i]), best[i], judged, row, own, vocabulary)
+    return [translation for translation in found if translation is not None]
+
+
+def _assemble(
+    source: str, best: list[int], judged: Judged, row: int, own: list[list[int]], vocabulary: Vocabulary
+) -> Translation:
+    length = len(best) + 1
+    columns = ("probability", "entropy", "mutual_information", "disagreement")
+    values = {name: getattr(judged, name)[row, :length].double().cpu() for name in columns}
+    pieces = [vocabulary.pieces[token] for token in (*best, END)]
+    tokens = [Token(piece, *numbers) for piece, *numbers in zip(pieces, *(values[c].tolist() for c in columns), strict=True)]
+    return Translation(
+        source=source,
+        text=vocabulary.decode(best),
+        tokens=tuple(tokens),
+        # a probability may underflow to 0; its logarithm is then that of the smallest float32
+        score=float(values["probability"].clamp(min=torch.finfo(torch.float32).tiny).log().mean()),
+        entropy=float(values["entropy"].mean()),
+        mutual_information=float(values["mutual_information"].mean()),
+        disagreement=disagreement(best, own),
+        samples=tuple(vocabulary.decode(tokens) for tokens in own),
+    )
+
+
+def disagreement(best: Sequence[int], own: Sequence[Sequence[int]]) -> float:
+    """Return 1 − mean similarity of sampled translations to the best one; 0 without samples."""
+    if not own:
+        return 0.0
+    ratios = [difflib.SequenceMatcher(None, best, tokens, autojunk=False).ratio() for tokens in own]
+    return 1.0 - sum(ratios) / len(ratios)

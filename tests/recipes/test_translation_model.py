@@ -1,0 +1,277 @@
+"""The translator: every variant trains, the fast decoder is the plain one, predictions are those of the training loss."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bayesattn import AttentionConfig, record_kl, sampling
+from bayesattn.baselines import RIVALS, AttentionChoice, build_step_attention, with_score_function
+from bayesattn.recipes.translation.batches import make_batch
+from bayesattn.recipes.translation.decoder import lstm_cell
+from bayesattn.recipes.translation.graphs import GraphedUnroll
+from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.translate import STATE_AXES, decode, judge
+from bayesattn.recipes.translation.vocabulary import END, PAD
+from helpers import assert_finite, number
+
+VARIANTS = ("soft", "BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC", *RIVALS)
+SOURCES = [[5, 6, 7, 8, END], [9, END], [10, 11, 12, END]]
+TARGETS = [[5, 6, END], [9, 10, 11, 12, 13, END], [4, END]]
+SIZES = {"embedding_dim": 5, "encoder_dim": 4, "decoder_dim": 7, "attention_dim": 6}
+
+
+def build(variant="soft", *, dropout=0.0, num_layers=2, **options):
+    torch.manual_seed(2)
+    choice = AttentionChoice(variant, inference_dim=3, **options)
+    return Translator(choice, 17, **SIZES, dropout=dropout, num_layers=num_layers)
+
+
+def losses(model, sources=SOURCES, targets=TARGETS):
+    batch = make_batch(sources, targets)
+    return with_score_function(model, lambda: model(**batch), batch["target_out"] != PAD)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sampled_kl"), [*((name, False) for name in VARIANTS), ("BAM-WC", True), ("BAM-LF", True)]
+)
+def test_every_parameter_gets_a_finite_gradient(variant, sampled_kl):
+    model = build(variant, dropout=0.2, sampled_kl=sampled_kl)
+    with record_kl() as kl:
+        nll = losses(model)
+    assert (len(kl) > 0) == model_config(model).has_kl
+    total = nll.sum() + kl.total() if len(kl) else nll.sum()
+    total.backward()
+    assert nll.shape == (3, 6)
+    assert not nll.detach()[1, 6:].any()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert_finite(parameter.grad)
+
+
+def model_config(model):
+    if model.latent is not None:
+        return model.latent.config
+    noisy = model.decoder.attention.context_noise
+    return model.decoder.attention.weights.config if noisy is None else noisy.config
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "variational-enum", "variational-dirichlet"])
+def test_padding_changes_nothing(variant):
+    model = build(variant).double().eval()
+    together = losses(model)
+    for row, (source, target) in enumerate(zip(SOURCES, TARGETS)):
+        alone = losses(model, [source], [target])
+        assert torch.allclose(together[row, : len(target)], alone[0], atol=1e-12)
+        assert not together[row, len(target) :].any()
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "hard-reinforce", "gaussian-context", "variational-enum"])
+def test_bfloat16_is_close_to_float32(variant):
+    model = build(variant)
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), record_kl() as kl:
+            nll = losses(model)
+        (nll.sum() + kl.total() if len(kl) else nll.sum()).backward()
+        found.append(number(nll.sum()))
+        assert nll.dtype == torch.float32
+    assert_finite(*(parameter.grad for parameter in model.parameters()))
+    # eight bits of mantissa: a relative error of 2⁻⁸ an operation, in losses of about 2.8 a token
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+def test_cell_is_torchs_lstm():
+    cell = nn.LSTMCell(3, 4).double()
+    x, h, c = (torch.randn(2, size, dtype=torch.float64) for size in (3, 4, 4))
+    gates = x @ cell.weight_ih.T + h @ cell.weight_hh.T + cell.bias_ih + cell.bias_hh
+    i, f, g, o = gates.chunk(4, dim=-1)
+    ours = lstm_cell(torch.cat([i, f, o, g], dim=-1).unsqueeze(1), c.unsqueeze(1))
+    for one, other in zip(ours, cell(x, (h, c)), strict=True):
+        assert torch.allclose(one.squeeze(1), other, atol=1e-12)
+
+
+def test_planned_weights_are_those_of_the_module():
+    model = build("BAM-WC").double()
+    memory = model.encode(make_batch(SOURCES, TARGETS)["source"], [len(s) for s in SOURCES])
+    attention, query = model.decoder.attention, torch.randn(3, 2, 7, dtype=torch.float64)
+    scores = attention.scores(query, memory.keys)
+    attention.eval()
+    planned = torch.softmax(scores + attention.plan_bias(memory.mask, 2), dim=-1)
+    _, weights = attention(query, memory.values, mask=memory.mask)
+    assert torch.allclose(planned, weights, atol=1e-12)
+    attention.train()
+    # the noise is drawn in float32; what is drawn is tested with the core
+    assert attention.plan_bias(memory.mask, 2).shape == (3, 2, 5)
+    assert (attention.plan_bias(memory.mask, 2) == -math.inf).equal((~memory.mask).unsqueeze(1).expand(3, 2, 5))
+
+
+@pytest.mark.parametrize("variant", ["BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC"])
+@pytest.mark.parametrize("preset", ["paper", "official-code", "default"])
+def test_kl_of_all_steps_at_once_is_the_sum_of_one_record_a_step(variant, preset):
+    attention = build_step_attention(AttentionConfig(variant, preset=preset), 7, 6, 5).double()
+    key, query = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 3, 7, dtype=torch.float64)
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    with record_kl() as kl:
+        prepared = attention.prepare(key, mask)
+        for t in range(3):
+            attention(query[:, t : t + 1], key, mask=mask, prepared=prepared)
+    slow = kl.total()
+    with record_kl() as kl:
+        scores = attention.scores(query, attention.key_proj(key))
+        attention.record_steps(scores, scores, key, mask=mask, steps=torch.ones(2, 3, dtype=torch.bool))
+    fast = kl.total()
+    assert torch.allclose(slow, fast, rtol=1e-10)
+    slow_grads = torch.autograd.grad(slow, list(attention.parameters()))
+    for one, other in zip(slow_grads, torch.autograd.grad(fast, list(attention.parameters())), strict=True):
+        assert torch.allclose(one, other, atol=1e-9)
+
+
+def test_padded_steps_have_no_kl():
+    attention = build_step_attention(AttentionConfig("BAM-WC"), 7, 6, 5)
+    key, mask = torch.randn(2, 4, 6), torch.ones(2, 4, dtype=torch.bool)
+    scores = torch.randn(2, 3, 4)
+    found = []
+    for steps in ([[True] * 3, [True, False, False]], [[True] * 3, [True, True, True]]):
+        with record_kl() as kl:
+            attention.record_steps(scores, scores, key, mask=mask, steps=torch.tensor(steps))
+        found.append(kl.per_call()[0][1])
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] < found[1][1]
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "variational-enum", "variational-exact", "variational-dirichlet"])
+def test_next_token_probabilities_are_those_of_the_training_loss(variant):
+    model = build(variant).double().eval()
+    batch = make_batch(SOURCES, TARGETS)
+    nll = model(**batch)
+    memory = model.encode(batch["source"], batch["source_lengths"])
+    state = model.decoder.start(memory, 2)
+    for t in range(6):
+        tokens = batch["target_in"][:, t : t + 1].expand(3, 2)
+        log_probs, state = model.next_log_probs(tokens, state, memory)
+        # a distribution over the vocabulary, for both hypotheses alike
+        assert torch.allclose(log_probs.exp().sum(dim=-1), torch.ones(3, 2, dtype=torch.float64), atol=1e-6)
+        chosen = log_probs.gather(-1, batch["target_out"][:, t, None, None].expand(3, 2, 1)).squeeze(-1)
+        valid = batch["target_out"][:, t] != PAD
+        # losses and probabilities are float32
+        assert torch.allclose(-chosen[valid], nll[valid, t, None].expand(-1, 2), atol=1e-5)
+
+
+def test_enum_scores_a_few_steps_at_a_time_without_changing_anything(monkeypatch):
+    import bayesattn.recipes.translation.model as module
+
+    gradients = []
+    for largest in (2**27, 100):
+        monkeypatch.setattr(module, "LARGEST_LOGITS", largest)
+        model = build("variational-enum").double()
+        losses(model).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        model.eval()
+        with torch.no_grad():
+            memory = model.encode(make_batch(SOURCES, TARGETS)["source"], [5, 2, 4])
+            gradients[-1].append(model.next_log_probs(torch.full((3, 2), 5), model.decoder.start(memory, 2), memory)[0])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_beams_do_not_mix_sentences():
+    model = build("soft").eval()
+    assert len(STATE_AXES) == 3
+    together = decode(model, SOURCES, beam=3)
+    assert together == [decode(model, [source], beam=3)[0] for source in SOURCES]
+
+
+def test_draws_disagree_and_the_mean_does_not():
+    model = build("BAM-WC", weibull_k=1.0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # a fresh model hardly looks at the source
+            parameter.mul_(10.0)
+    plain = judge(model, SOURCES, TARGETS, "mean", 5)
+    drawn = judge(model, SOURCES, TARGETS, "attention", 5)
+    # one distribution: its entropy minus itself, up to rounding of float32
+    assert float(plain.mutual_information.max()) < 1e-5
+    assert float(drawn.mutual_information.max()) > 1e-3
+    assert torch.equal(plain.steps, make_batch(SOURCES, TARGETS)["target_out"] != PAD)
+    nll = model(**make_batch(SOURCES, TARGETS))
+    assert torch.allclose(-plain.probability[plain.steps].log(), nll[plain.steps], atol=1e-5)
+
+
+def test_dropout_is_drawn_in_the_decoder_too():
+    model = build("soft", dropout=0.5).eval()
+    batch = make_batch(SOURCES, TARGETS)
+    with torch.no_grad(), sampling(model, dropout=True):
+        assert model.decoder.plan_dropout(torch.zeros(3, 6, 28)).unique().tolist() == [0.0, 2.0]
+        assert not torch.equal(model(**batch), model(**batch))
+
+
+def test_gaussian_weights_fail():
+    """Their gradient has no finite mean: on one batch, draw after draw, it is orders of magnitude off its own median."""
+    spread = {}
+    for variant in ("BAM-WC", "gaussian-weights"):
+        model = build(variant, num_layers=1)
+        norms = []
+        for draw in range(80):
+            with torch.no_grad():
+                for parameter in model.parameters() if draw == 0 else ():
+                    # a fresh model hardly looks at the source
+                    parameter.mul_(10.0)
+            model.zero_grad()
+            losses(model).sum().backward()
+            norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+        finite = sorted(norm if math.isfinite(norm) else math.inf for norm in norms)
+        spread[variant] = finite[-1] / finite[len(finite) // 2]
+    # P(norm > x) falls like 1/√x for the Gaussian: of 80 draws, about 8 a hundred times the median's
+    assert spread["gaussian-weights"] > 100.0
+    assert spread["BAM-WC"] < 10.0
+
+
+def test_recorded_graphs_need_a_gpu_and_planned_noise():
+    decoder = build("soft").decoder
+    memory = decoder.remember(torch.randn(1, 3, 8), torch.ones(1, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="decoder_mode is 'cuda-graph' on cpu; allowed there: 'eager', 'compile'"):
+        GraphedUnroll(decoder)(torch.randn(1, 2, 28), *memory, torch.zeros(1, 1, 3), None)
+    with pytest.raises(ValueError, match="'compile' with hard-reinforce attention, which draws inside the loop"):
+        Translator(AttentionChoice("hard-reinforce"), 17, **SIZES, decoder_mode="compile")
+
+
+@pytest.mark.compile
+def test_compiled_decoder_is_the_plain_one():
+    plain = build("BAM-WC")
+    compiled = Translator(AttentionChoice("BAM-WC", inference_dim=3), 17, **SIZES, dropout=0.0, decoder_mode="compile")
+    compiled.load_state_dict(plain.state_dict())
+    found = []
+    for model in (plain, compiled):
+        torch.manual_seed(5)
+        with record_kl() as kl:
+            nll = losses(model)
+        (nll.sum() + kl.total()).backward()
+        found.append((number(nll.sum()), [parameter.grad for parameter in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        # float32, in another order
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC"])
+def test_recorded_decoder_is_the_plain_one(variant):
+    found = []
+    for mode in ("eager", "cuda-graph"):
+        torch.manual_seed(2)
+        model = Translator(AttentionChoice(variant), 17, **SIZES, dropout=0.0, decoder_mode=mode).cuda()
+        batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in make_batch(SOURCES, TARGETS).items()}
+        # the second call replays what the first recorded
+        for _ in range(2):
+            torch.manual_seed(5)
+            model.zero_grad()
+            with record_kl() as kl:
+                nll = model(**batch)
+            (nll.sum() + (kl.total() if len(kl) else 0.0)).backward()
+        found.append((number(nll.sum()), [parameter.grad.clone() for parameter in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
