@@ -55,7 +55,7 @@ def fit(config, splits):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train_on(load_config("multi30k-wc", [*TINY, "training.epochs=2"]), generated_splits(), folder, overwrite=True)
+    train_on(load_config("multi30k-wc", [*TINY, "training.epochs=2"]), generated_splits(), folder)
     return folder
 
 

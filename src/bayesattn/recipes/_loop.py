@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -155,6 +156,9 @@ class Experiment:
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Take back what `extra_state` returned."""
+
+    def write_files(self, folder: Path) -> None:
+        """Write what a run needs beside its parameters, a vocabulary for instance; before the run counts as complete."""
 
 
 def num_steps(experiment: Experiment, config: TrainingConfig) -> int:

@@ -106,6 +106,7 @@ def train_run(
     if processes.is_main_process:
         write_tensors(out / CHECKPOINT_FILE, parameters)
         write_log(out, log.rows)
+        experiment.write_files(out)
         write_run(
             out,
             recipe=recipe,

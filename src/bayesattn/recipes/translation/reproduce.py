@@ -9,16 +9,15 @@ import torch
 from rich.console import Console
 
 from bayesattn.recipes import _tables
-from bayesattn.recipes._runs import load_run_config
 from bayesattn.recipes._train import progress
 from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
 from bayesattn.recipes.translation.measure import measure_quality, measure_uncertainty
 from bayesattn.recipes.translation.text import Pairs
-from bayesattn.recipes.translation.train import RECIPE, TranslationConfig, load_config, load_run, train_on
+from bayesattn.recipes.translation.train import TranslationConfig, load_config, load_run, train_on
 from bayesattn.report.aggregate import over_runs
-from bayesattn.runs import RUN_FILE, read_run, write_bytes, write_json
+from bayesattn.runs import read_run, write_bytes, write_json
 
 DATASETS = ("multi30k", "tatoeba")
 VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc", "hard", "gaussian", "mc-dropout", "enum", "sample", "dirichlet")
@@ -94,10 +93,8 @@ def run_cell(
     measures = _tables.read_cell(path, identity)
     if measures is not None:
         return measures
-    # an interrupted run has no run.json and is replaced; a finished one is measured, if it is the one that is meant
-    is_finished = (folder / RUN_FILE).exists() and load_run_config(folder, TranslationConfig, RECIPE) == config
-    if not is_finished:
-        train_on(config, splits, folder, overwrite=not (folder / RUN_FILE).exists())
+    # an interrupted run goes on, a finished one is measured, one with other settings is refused
+    train_on(config, splits, folder, resume=True)
     _, vocabulary, model = load_run(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tests = {split: pairs for split, pairs in splits.items() if split.startswith("test")}

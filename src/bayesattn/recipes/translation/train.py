@@ -1,7 +1,7 @@
 """Train a translator; a run is decided by its config and the data folder."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,10 @@ class TranslationExperiment(Experiment):
             self.optimizer, lambda step: _share_of_rate(step, total, config.warmup)
         )
 
+    def write_files(self, folder: Path) -> None:
+        """Write the vocabulary."""
+        self.vocabulary.save(folder)
+
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> list[Int[Tensor, " b"]]:
         """Return batches of similar lengths, `batch_tokens` each, in random order."""
         return token_batches(self.train, self.config.batch_tokens, generator, pad_to=self.config.pad_to)
@@ -181,36 +185,17 @@ def corpus_nll(model: nn.Module, corpus: Corpus, batch_tokens: int) -> float:
     return float(total) / sum(map(len, corpus.targets))
 
 
-def train_run(
-    config: TranslationConfig,
-    out: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    *,
-    data: Path | None = None,
-    overwrite: bool = False,
-) -> MetricLog:
-    """Train and write a run folder, with the vocabulary beside the parameters."""
-    return train_on(config, load_splits(config.dataset, data), out, on_progress, overwrite=overwrite)
+def build_experiment(config: TranslationConfig, data: Path | None = None) -> TranslationExperiment:
+    """Return the experiment of a config; its texts are under `data`."""
+    return TranslationExperiment(config, load_splits(config.dataset, data))
 
 
-def train_on(
-    config: TranslationConfig,
-    splits: dict[str, Pairs],
-    out: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    *,
-    overwrite: bool = False,
-) -> MetricLog:
-    """Train on splits of one's own and write a run folder."""
-    built: list[TranslationExperiment] = []
+train_run = _runs.make_train_run(RECIPE, build_experiment)
 
-    def build() -> TranslationExperiment:
-        built.append(TranslationExperiment(config, splits))
-        return built[0]
 
-    log = _runs.train_run(RECIPE, config, build, out, on_progress, overwrite=overwrite)
-    built[0].vocabulary.save(out)
-    return log
+def train_on(config: TranslationConfig, splits: dict[str, Pairs], out: Path, *, resume: bool = False) -> MetricLog:
+    """Train on splits that are at hand already, and write a run folder."""
+    return _runs.train_run(RECIPE, config, lambda: TranslationExperiment(config, splits), out, resume=resume)
 
 
 def load_run(folder: Path) -> tuple[TranslationConfig, Vocabulary, Translator]:
