@@ -82,7 +82,7 @@ def dot(query: Float[Tensor, "r h d"], key: Float[Tensor, "n h d"], edges: Edges
 def dropout(weights: Float[Tensor, "e h"], p: float) -> Float[Tensor, "e h"]:
     """Set weights to 0 with probability p, rounded to a multiple of 2^-16, and scale the others to keep the mean.
 
-    torch's own draws one number of 64 bits per entry, and takes longer than everything else on an edge together.
+    torch's own takes several times as long, longer than drawing the weights.
     """
     threshold = min(round(p * 2**16), 2**16 - 1)
     e, h = weights.shape
