@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -73,15 +73,18 @@ class SplitPredictions:
 
     Attributes:
         samples: By method, class probabilities, draws first: `s n c`, with s = 1 where nothing is drawn.
-        labels: Right classes `n`; None where there is no right answer (out-of-distribution data).
-        inputs: Images `n height width` to show in the report; optional.
+        labels: Right classes `n`, or targets `n c` from 0 to 1 for a multilabel task; None where there is no right answer
+            (out-of-distribution data).
+        inputs: Images `n height width`, or `n height width 3` in RGB (uint8), to show in the report; optional.
         attention: Named attention maps over the keys, `n heads keys` each: `mean`, `std`, `prior`; optional.
+        texts: One text per example to show beside it, such as a question; optional.
     """
 
     samples: dict[str, Tensor]
     labels: Tensor | None = None
     inputs: Tensor | None = None
     attention: dict[str, Tensor] = field(default_factory=dict)
+    texts: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Predictions:
         methods: What was drawn: `mean` (nothing), `attention`, `dropout` or `attention+dropout`.
         seed: Seed of the draws.
         key_grid: Rows and columns that the last keys form over an image; None where keys have no such place.
+        task: Whether the classes exclude each other (`multiclass`) or each has its own probability (`multilabel`).
+        test: Behind the p-values; see `metrics.top_two_p_value`.
     """
 
     splits: dict[str, SplitPredictions]
@@ -101,6 +106,8 @@ class Predictions:
     methods: list[str]
     seed: int
     key_grid: tuple[int, int] | None = None
+    task: Literal["multiclass", "multilabel"] = "multiclass"
+    test: Literal["paired", "welch", "pooled", "wilcoxon"] = "paired"
 
 
 def environment() -> dict[str, Any]:
@@ -335,6 +342,9 @@ def write_predictions(folder: Path, predictions: Predictions) -> None:
         "methods": predictions.methods,
         "seed": predictions.seed,
         "key_grid": predictions.key_grid,
+        "task": predictions.task,
+        "test": predictions.test,
+        "texts": {name: split.texts for name, split in predictions.splits.items() if split.texts is not None},
     }
     write_tensors(folder / PREDICTIONS_FILE, tensors, {"bayesattn": json.dumps(meta)})
 
@@ -362,17 +372,31 @@ def read_predictions(folder: Path) -> Predictions:
         isinstance(key_grid, list) and len(key_grid) == 2 and all(type(entry) is int and entry > 0 for entry in key_grid)
     ):
         raise RunError(f"{path} has a key_grid that is not null or two positive integers")
+    # files from before there were multilabel tasks have none of these three
+    task, test, texts = meta.get("task", "multiclass"), meta.get("test", "paired"), meta.get("texts", {})
+    if task not in ("multiclass", "multilabel") or test not in ("paired", "welch", "pooled", "wilcoxon"):
+        raise RunError(f"{path} has task {task!r} and test {test!r}, of which one is unknown")
+    if not isinstance(texts, dict) or not all(
+        isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts.values()
+    ):
+        raise RunError(f"{path} has texts that are not lists of words by split")
     splits = {}
     for index, name in enumerate(meta["splits"]):
         parts = {key.removeprefix(f"{index}/"): value for key, value in tensors.items() if key.startswith(f"{index}/")}
-        splits[name] = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]))
+        splits[name] = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]), texts.get(name))
     return Predictions(
-        splits, meta["class_names"], meta["methods"], meta["seed"], None if key_grid is None else tuple(key_grid)
+        splits,
+        meta["class_names"],
+        meta["methods"],
+        meta["seed"],
+        None if key_grid is None else tuple(key_grid),
+        task,
+        test,
     )
 
 
 def _checked_split(
-    path: Path, name: str, parts: dict[str, Tensor], methods: list[str], num_classes: int
+    path: Path, name: str, parts: dict[str, Tensor], methods: list[str], num_classes: int, texts: list[str] | None
 ) -> SplitPredictions:
     samples = {method: parts.get(f"samples/{method}") for method in methods}
     num_examples = next((value.shape[1] for value in samples.values() if value is not None and value.ndim == 3), None)
@@ -387,6 +411,8 @@ def _checked_split(
         if not part.startswith("samples/") and value.shape[:1] != (num_examples,):
             entries = value.shape[0] if value.ndim else "no"
             raise RunError(f"{path}: {part} of split {name!r} has {entries} entries; allowed: {num_examples}")
+    if texts is not None and len(texts) != num_examples:
+        raise RunError(f"{path}: texts of split {name!r} has {len(texts)} entries; allowed: {num_examples}")
     attention = {key.removeprefix("attention/"): value for key, value in parts.items() if key.startswith("attention/")}
     kept = {method: value for method, value in samples.items() if value is not None}
-    return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention)
+    return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention, texts)

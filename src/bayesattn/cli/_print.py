@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bayesattn.report.aggregate import Summary
-from bayesattn.report.names import method_name
+from bayesattn.report.names import TEST_NAMES, method_name
 
 SHOWN = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "pavpu_05": "PAvPU", "ood_auroc_entropy": "OOD AUROC"}
 
@@ -38,7 +38,12 @@ def metrics(measured: dict[str, Any]) -> Group:
         for split, values in result["splits"].items():
             table.add_row(Text(split), *(_cell(values["metrics"].get(name)) for name in SHOWN))
         parts.append(table)
-    return Group(*parts, Text("± half a 95 % bootstrap interval over examples; PAvPU: paired t-test, threshold 0.05"))
+    found = (
+        split["metrics"].get("pavpu_05") for result in measured["methods"].values() for split in result["splits"].values()
+    )
+    tests = dict.fromkeys(TEST_NAMES[metric["test"]] for metric in found if metric is not None)
+    note = f"; PAvPU: {' and '.join(tests)}, threshold 0.05" if tests else ""
+    return Group(*parts, Text(f"± half a 95 % bootstrap interval over examples{note}"))
 
 
 def environment(found: dict[str, Any], backends: dict[str, str]) -> Table:

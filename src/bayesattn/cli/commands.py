@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bayesattn.cli import _print, translation
+from bayesattn.cli import _print, translation, vision
 
 app = typer.Typer(
     help="Bayesian attention: train, evaluate, report.",
@@ -96,6 +96,7 @@ def evaluate(
         list[str] | None, typer.Option(help="mean, attention, dropout or attention+dropout; may be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    data: DataOption = None,
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples behind every interval.")] = 1000,
 ) -> None:
     """Predict the test sets of a run, write metrics.json and print its table."""
@@ -114,6 +115,7 @@ def evaluate(
             noise=strengths,
             methods=method,
             seed=seed,
+            data=data,
             on_progress=lambda done, total: display.update(task, completed=done, total=total),
         )
         write_predictions(run, predictions)
@@ -185,6 +187,9 @@ def doctor() -> None:
     from bayesattn.runs import environment
 
     console.print(_print.environment(environment(), backends()))
+
+
+vision.register(app)
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:

@@ -5,10 +5,11 @@ import io
 from dataclasses import dataclass
 
 import matplotlib.image
+import numpy as np
 import torch
 from torch import Tensor
 
-from bayesattn.metrics import tabulate_predictions
+from bayesattn.plots.overlay import blend
 from bayesattn.report.gather import Group
 
 # words for the stored attention maps, in the order shown
@@ -20,6 +21,7 @@ class Example:
     """One prediction to show: words and small pictures (name and data URI)."""
 
     index: int
+    text: str
     label: str
     predicted: str
     confidence: float
@@ -43,14 +45,15 @@ def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_cer
     part = predictions.splits[split]
     if part.labels is None:
         return []
-    table = tabulate_predictions(part.samples[group.method], part.labels)
+    table = group.tabulate(part.samples[group.method], part.labels)
     candidates = (table.accuracy == wanted_accuracy).nonzero().flatten()
     order = table.confidence[candidates].argsort(descending=most_certain, stable=True)[:count]
     names = predictions.class_names
     return [
         Example(
             index=index,
-            label=names[int(part.labels[index])],
+            text="" if part.texts is None else part.texts[index],
+            label=_label(part.labels[index], names),
             predicted=names[int(table.predicted[index])],
             confidence=float(table.confidence[index]),
             p_value=None if table.p_value is None else float(table.p_value[index]),
@@ -61,16 +64,30 @@ def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_cer
     ]
 
 
+def _label(label: Tensor, names: list[str]) -> str:
+    """Return the right class in words, or of several the most accepted one."""
+    if label.ndim == 0:
+        return names[int(label)]
+    return names[int(label.argmax())] if bool(label.any()) else "none of the known answers"
+
+
 def _pictures(group: Group, split: str, index: int) -> list[tuple[str, str]]:
     predictions = group.runs[0].predictions
     part = predictions.splits[split]
-    pictures = []
+    pictures, picture = [], None
     if part.inputs is not None and part.inputs.ndim == 3:
         pictures.append(("input", as_png(part.inputs[index], "gray_r")))
+    elif part.inputs is not None and part.inputs.ndim == 4:
+        picture = part.inputs[index]
+        pictures.append(("input", _rgb_png(picture.numpy())))
     for name, words in MAPS.items():
         if name in part.attention:
-            weights = part.attention[name][index].mean(dim=0)
-            pictures.append((words, as_png(_on_grid(weights, predictions.key_grid), "viridis")))
+            weights, grid = part.attention[name][index].mean(dim=0), predictions.key_grid
+            if picture is not None and grid is not None:
+                over = blend(picture, weights[-grid[0] * grid[1] :], grid=grid)
+                pictures.append((words, _rgb_png((over * 255.0).astype(np.uint8))))
+            else:
+                pictures.append((words, as_png(_on_grid(weights, grid), "viridis")))
     return pictures
 
 
@@ -79,6 +96,13 @@ def _on_grid(weights: Tensor, key_grid: tuple[int, int] | None) -> Tensor:
     if key_grid is None or len(weights) < key_grid[0] * key_grid[1]:
         return weights[None]
     return weights[-key_grid[0] * key_grid[1] :].reshape(key_grid)
+
+
+def _rgb_png(values: np.ndarray) -> str:
+    """Return a data URI with one pixel per entry of an RGB array."""
+    buffer = io.BytesIO()
+    matplotlib.image.imsave(buffer, values, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def as_png(values: Tensor, colormap: str) -> str:

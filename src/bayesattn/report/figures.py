@@ -82,9 +82,11 @@ def _comparisons(groups: Sequence[Group], sampled: Sequence[Group], split: str) 
     by_threshold, by_draws = {}, {}
     for group in sampled:
         samples, accuracy = group.pooled_samples(split), tables[group.label].accuracy
-        by_threshold[group.label] = metrics.pavpu_by_threshold(samples, accuracy, THRESHOLDS, num_resamples=NUM_RESAMPLES)
+        predictions = group.runs[0].predictions
+        options = {"task": predictions.task, "test": predictions.test, "num_resamples": NUM_RESAMPLES}
+        by_threshold[group.label] = metrics.pavpu_by_threshold(samples, accuracy, THRESHOLDS, **options)
         counts = [count for count in (2, 3, 5, 10, 20, 50, 100) if count < group.num_samples] + [group.num_samples]
-        by_draws[group.label] = metrics.pavpu_by_num_samples(samples, accuracy, counts, num_resamples=NUM_RESAMPLES)
+        by_draws[group.label] = metrics.pavpu_by_num_samples(samples, accuracy, counts, **options)
     caption = f"PAvPU against the threshold on the p-value, with 95 % bootstrap bands; split {split}."
     yield draw(COMPARISON, "pavpu-threshold", caption, lambda: plots.plot_pavpu(by_threshold))
     caption = f"PAvPU at threshold 0.05 against the number of draws, of which it depends; split {split}."
@@ -99,7 +101,8 @@ def _of_group(group: Group, split: str, number: int) -> Iterator[Drawn]:
     yield draw(label, f"p-values-{number}", f"{label}: p-values of right and wrong answers, split {split}.", make)
     outside = [name for name in group.splits() if group.runs[0].predictions.splits[name].labels is None]
     for index, name in enumerate(outside, start=1):
-        entropy = metrics.entropy(group.pooled_samples(name).double().mean(dim=0))
+        task = group.runs[0].predictions.task
+        entropy = metrics.entropy(group.pooled_samples(name).double().mean(dim=0), task=task)
         make = partial(plots.plot_entropy, table.entropy, entropy, title=title)
         caption = f"{label}: entropy of the predictions on {split} and on {name}."
         yield draw(label, f"entropy-{number}-{index}", caption, make)

@@ -65,12 +65,17 @@ class Group:
     def pooled_table(self, split: str) -> PredictionTable:
         """Return one row of numbers per prediction, all runs one after the other; only for splits with labels."""
         labels = [run.predictions.splits[split].labels for run in self.runs]
-        return tabulate_predictions(self.pooled_samples(split), torch.cat([part for part in labels if part is not None]))
+        return self.tabulate(self.pooled_samples(split), torch.cat([part for part in labels if part is not None]))
 
     def tables(self, split: str) -> list[PredictionTable]:
         """Return one row of numbers per prediction, for every run; only for splits with labels."""
         parts = [run.predictions.splits[split] for run in self.runs]
-        return [tabulate_predictions(part.samples[self.method], part.labels) for part in parts if part.labels is not None]
+        return [self.tabulate(part.samples[self.method], part.labels) for part in parts if part.labels is not None]
+
+    def tabulate(self, samples: Tensor, labels: Tensor) -> PredictionTable:
+        """Return one row of numbers per prediction, with the task and the test of the group's runs."""
+        predictions = self.runs[0].predictions
+        return tabulate_predictions(samples, labels, task=predictions.task, test=predictions.test)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ def measure(
             if split.labels is None:
                 values = _out_of_distribution(predictions, split, method)
             else:
-                estimates = metrics.evaluate_predictions(split.samples[method], split.labels, num_resamples=num_resamples)
+                options = {"task": predictions.task, "test": predictions.test, "num_resamples": num_resamples}
+                estimates = metrics.evaluate_predictions(split.samples[method], split.labels, **options)
                 values = {key: estimate.to_dict() for key, estimate in estimates.items()}
                 if temperature is not None:
                     values |= _after_scaling(split, method, temperature)
@@ -89,7 +90,8 @@ def mean_logits(samples: Tensor) -> Tensor:
 
 def _fit_temperature(predictions: Predictions, method: str) -> float | None:
     split = predictions.splits.get(VALIDATION)
-    if split is None or split.labels is None:
+    # one temperature for all classes rescales a softmax; probabilities of separate classes have none
+    if split is None or split.labels is None or predictions.task != "multiclass":
         return None
     return metrics.fit_temperature(mean_logits(split.samples[method]), split.labels)
 
@@ -110,13 +112,16 @@ def _out_of_distribution(predictions: Predictions, split: SplitPredictions, meth
         return {}
     values = {}
     for score in SCORES if split.samples[method].shape[0] > 1 else SCORES[:1]:
-        detection = metrics.ood_detection(_score(score, inside.samples[method]), _score(score, split.samples[method]))
+        inner, outer = (_score(score, part.samples[method], predictions.task) for part in (inside, split))
+        detection = metrics.ood_detection(inner, outer)
         for name, value in detection.to_dict().items():
             settings = {"low": None, "high": None, "score": score, "against": IN_DISTRIBUTION}
             values[f"ood_{name}_{score}"] = {"value": value, **settings}
     return values
 
 
-def _score(name: str, samples: Tensor) -> Tensor:
+def _score(name: str, samples: Tensor, task: Literal["multiclass", "multilabel"]) -> Tensor:
     samples = samples.double()
-    return metrics.entropy(samples.mean(dim=0)) if name == "entropy" else metrics.mutual_information(samples)
+    if name == "entropy":
+        return metrics.entropy(samples.mean(dim=0), task=task)
+    return metrics.mutual_information(samples, task=task)

@@ -7,6 +7,13 @@ _METHODS = {
     "attention+dropout": "draws + dropout",
 }
 
+TEST_NAMES = {
+    "paired": "paired t-test",
+    "welch": "Welch's t-test",
+    "pooled": "pooled t-test",
+    "wilcoxon": "Wilcoxon's signed-rank test",
+}
+
 # metric: heading, whether larger is better
 METRICS = {
     "accuracy": ("Accuracy", True),

@@ -19,7 +19,7 @@ from bayesattn import __version__
 from bayesattn.report import figures as figures_module
 from bayesattn.report.examples import certain_mistakes, uncertain_hits
 from bayesattn.report.gather import Group, Run, group_runs, read_runs
-from bayesattn.report.names import METRICS
+from bayesattn.report.names import METRICS, TEST_NAMES
 from bayesattn.runs import now, write_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -71,6 +71,7 @@ def render(runs: Sequence[Run], groups: Sequence[Group], drawn: Sequence["figure
         runs=[_run_row(run) for run in runs],
         interval_note=_interval_note(groups),
         tables=_metric_tables(groups),
+        test_name=" and ".join(dict.fromkeys(TEST_NAMES[group.runs[0].predictions.test] for group in sampled)),
         series=[group.label for group in sampled] if series_splits else [],
         series_splits=series_splits,
         figures=[(section, list(members)) for section, members in groupby(drawn, key=lambda figure: figure.section)],

@@ -28,6 +28,7 @@ def predict_run(
     noise: tuple[float, ...] = (0.5, 1.0),
     methods: Sequence[str] | None = None,
     seed: int = 0,
+    data: Path | None = None,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> Predictions:
     """Predict every evaluation split of a run with every method.
@@ -39,8 +40,11 @@ def predict_run(
         methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian model, alone or with its dropout
             masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
         seed: Of the draws.
+        data: Has to be None: the images come with scikit-learn.
         on_progress: Called with the number of splits and methods done and to do, for a progress bar.
     """
+    if data is not None:
+        raise ValueError(f"data is {str(data)!r}; allowed for digits: none, its images come with scikit-learn")
     config, model = load_run(folder)
     allowed = available_methods(config)
     methods = allowed[:2] if methods is None else list(dict.fromkeys(methods))

@@ -1,0 +1,33 @@
+"""Pair annotations with features by the name of their image, or say which names do not fit."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+def positions(wanted: Sequence[str], available: Sequence[str], *, what: str, where: str) -> Int[Tensor, " n"]:
+    """Return the position of every wanted name in `available`.
+
+    Args:
+        wanted: Names that are looked for; may repeat.
+        available: Names that are there, each once.
+        what: Who asks, in error messages ("questions of the train split").
+        where: Where the names are looked up, in error messages ("features").
+
+    Raises:
+        ValueError: A wanted name is missing, or an available one occurs twice, so that a pairing could be wrong.
+    """
+    index = {name: place for place, name in enumerate(available)}
+    if len(index) != len(available):
+        seen: set[str] = set()
+        twice = next(name for name in available if name in seen or seen.add(name))
+        raise ValueError(f"{where}: {len(available) - len(index)} names occur twice, {twice!r} first; allowed: each once")
+    missing = [name for name in dict.fromkeys(wanted) if name not in index]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(set(wanted))} images of the {what} are missing from the {where}: "
+            f"{', '.join(map(repr, missing[:3]))}{', …' if len(missing) > 3 else ''}; the {where} have {len(index)} images"
+        )
+    return torch.tensor([index[name] for name in wanted], dtype=torch.int64)

@@ -1,0 +1,143 @@
+"""One question about one picture: answer, probability, p-value, and where the model looked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from bayesattn.metrics import top_two_p_value
+from bayesattn.plots import plot_overlay
+from bayesattn.predict import predict
+from bayesattn.recipes._vision.features import Regions, read_regions
+from bayesattn.recipes._vision.images import read_image
+from bayesattn.recipes._vision.shapes import GRID, pixel_features
+from bayesattn.recipes.vqa.attend import attention_maps
+from bayesattn.recipes.vqa.data import FOLDERS
+from bayesattn.recipes.vqa.evaluate import available_methods
+from bayesattn.recipes.vqa.train import VQAConfig, load_run
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says.
+
+    Attributes:
+        text: The answer.
+        probability: Its probability, averaged over the draws.
+        second: The next best answer.
+        p_value: That the two differ, by Welch's test over the draws; None for a model that cannot draw.
+        unknown: Words of the question that the model does not know.
+        maps: Attention over the regions, averaged over heads: `prior`, `mean`, `std`, each (1, regions).
+        image: The picture.
+        grid: Rows and columns of the regions, or None.
+        boxes: Places of the regions where they are no grid.
+    """
+
+    text: str
+    probability: float
+    second: str
+    p_value: float | None
+    unknown: list[str]
+    maps: dict[str, Float[Tensor, "1 r"]]
+    image: UInt8[Tensor, "height width 3"]
+    grid: tuple[int, int] | None
+    boxes: Float[Tensor, "r 4"] | None
+
+    def draw(self, path: Path, title: str) -> None:
+        """Write the picture with the attention over it."""
+        figure = plot_overlay(self.image, self.maps, grid=self.grid, boxes=self.boxes, title=title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format=path.suffix.lstrip(".") or "png")
+
+
+def ask(
+    run: Path,
+    image: Path,
+    question: str,
+    *,
+    features: Path | None = None,
+    data: Path | None = None,
+    num_samples: int = 20,
+    seed: int = 0,
+) -> Answer:
+    """Answer a question about a picture with the model of a run.
+
+    Args:
+        run: The run folder.
+        image: The picture file.
+        question: In the words of the training questions.
+        features: A file of `bayesattn features` that holds the picture's features; for runs on files only.
+        data: The folder of the data sets, where the picture is one of the run's own.
+        num_samples: Draws.
+        seed: Of the draws.
+    """
+    config, model = load_run(run)
+    if num_samples < 2:
+        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    if not question.strip():
+        raise ValueError("question is empty; allowed: at least one word")
+    picture = read_image(image)
+    values, mask, grid, boxes = _regions(config, image, picture, features, data)
+    if values.shape[-1] != model.region_proj.in_features:
+        raise ValueError(
+            f"the features of {image.name} have {values.shape[-1]} channels; the run was trained on "
+            f"{model.region_proj.in_features}"
+        )
+    words, word_mask = model.vocabulary.encode([question])
+    inputs = {"words": words, "word_mask": word_mask, "regions": values, "region_mask": mask}
+    p_value = None
+    drawing = available_methods(config)[1:2]
+    if drawing:
+        has_dropout = drawing[0].endswith("dropout")
+        samples = predict(model, inputs, num_samples, seed=seed, task="multilabel", dropout=has_dropout).samples
+        p_value = float(top_two_p_value(samples, test="welch", task="multilabel"))
+    else:
+        with torch.no_grad():
+            samples = torch.sigmoid(model(**inputs)).unsqueeze(0)
+    mean = samples.mean(dim=0)[0]
+    first, second = mean.topk(2).indices.tolist()
+    maps = {name: value.mean(dim=1) for name, value in attention_maps(model, inputs, num_samples, seed).items()}
+    return Answer(
+        text=model.vocabulary.answers[first],
+        probability=float(mean[first]),
+        second=model.vocabulary.answers[second],
+        p_value=p_value,
+        unknown=model.vocabulary.unknown(question),
+        maps=maps,
+        image=picture,
+        grid=grid,
+        boxes=boxes,
+    )
+
+
+def _regions(config: VQAConfig, image: Path, picture: Tensor, features: Path | None, data: Path | None):
+    """Return features, mask, grid and boxes of a picture, from its pixels (shapes) or found by its name."""
+    if config.data.dataset == "shapes":
+        if features is not None:
+            raise ValueError("features is given; allowed for a run on shapes: none, they are computed from the pixels")
+        values = pixel_features(picture[None])
+        return values, torch.ones(values.shape[:2], dtype=torch.bool), GRID, None
+    regions, name = _find(config, image, features, data)
+    values, mask = regions.gather(torch.tensor([regions.names.index(name)]))
+    return values, mask, regions.grid, regions.boxes(regions.names.index(name))
+
+
+def _find(config: VQAConfig, image: Path, features: Path | None, data: Path | None) -> tuple[Regions, str]:
+    """Return the features that hold a picture, and its name in them: the file name, or without its suffix."""
+    if features is None and data is None:
+        raise ValueError(
+            f"no features for {image.name}: give --features, a file of `bayesattn features`, or --data, the folder with "
+            f"{config.data.dataset}/, for a picture of that set"
+        )
+    if features is not None:
+        regions, where = read_regions(features), str(features)
+    else:
+        assert data is not None
+        folder = data / config.data.dataset
+        regions, where = FOLDERS[config.data.dataset].read_regions(folder), str(folder)
+    for name in (image.name, image.stem):
+        if name in regions.names:
+            return regions, name
+    raise ValueError(f"{image.name} is not among the {len(regions)} images of {where}")

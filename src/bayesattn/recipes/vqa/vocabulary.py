@@ -1,0 +1,120 @@
+"""Words and answers a model knows, and how texts become them. The vocabulary travels in the run's checkpoint."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int, UInt8
+from torch import Tensor
+
+PADDING, UNKNOWN = 0, 1
+RESERVED = ("<padding>", "<unknown>")
+
+_NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMBERS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
+_NUMBERS["none"] = "0"
+_ARTICLES = {"a", "an", "the"}
+# words that annotators type without their apostrophe; those that are words of their own without it ("its") stay
+_CONTRACTED = """
+    ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't how's i'm i've isn't it'll let's
+    might've mightn't must've mustn't needn't shan't should've shouldn't somebody's someone's that's there's they'd
+    they'll they're they've wasn't weren't what'll what're what's when's where's who'll who's won't would've wouldn't
+    y'all you'd you'll you're you've
+"""
+_CONTRACTIONS = {word.replace("'", ""): word for word in _CONTRACTED.split()}
+
+
+def tokenize(text: str) -> list[str]:
+    """Return the words of a question: lower case, letters, digits and underscores; apostrophes go, the rest separates."""
+    return re.findall(r"\w+", re.sub("['’]", "", text.lower()))
+
+
+def normalize_answer(answer: str) -> str:
+    """Return an answer as VQA's evaluation compares it: lower case, numbers as digits, no articles, no punctuation.
+
+    A comma between digits goes, a period between digits stays, other punctuation becomes a space.
+    """
+    text = re.sub(r"(?<=\d),(?=\d)", "", answer.lower().strip())
+    text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text)
+    text = re.sub(r"[^a-z0-9.'_:$% ]+", " ", text)
+    words = [_NUMBERS.get(word, word) for word in text.split()]
+    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Known words and answers; the position is the index, and the first two words are padding and unknown.
+
+    Args:
+        words: Of questions.
+        answers: That can be given.
+        max_words: Longest question; what comes after is cut off.
+    """
+
+    words: tuple[str, ...]
+    answers: tuple[str, ...]
+    max_words: int
+    word_index: dict[str, int] = field(init=False, repr=False, compare=False)
+    answer_index: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.words[:2] != RESERVED:
+            raise ValueError(f"words begin with {self.words[:2]}; allowed: {RESERVED}")
+        if len(self.answers) < 2:
+            raise ValueError(f"answers is {self.answers}; allowed: at least two")
+        object.__setattr__(self, "word_index", {word: index for index, word in enumerate(self.words)})
+        object.__setattr__(self, "answer_index", {answer: index for index, answer in enumerate(self.answers)})
+
+    @classmethod
+    def build(
+        cls,
+        questions: Iterable[str],
+        answers: Iterable[str],
+        *,
+        word_min_count: int = 1,
+        answer_min_count: int = 1,
+        max_words: int = 14,
+    ) -> "Vocabulary":
+        """Count words and answers and keep the frequent ones, the most frequent first, ties in alphabetical order."""
+        words = Counter(word for question in questions for word in tokenize(question))
+        return cls(
+            (*RESERVED, *_frequent(words, word_min_count)), tuple(_frequent(Counter(answers), answer_min_count)), max_words
+        )
+
+    def encode(self, questions: Sequence[str]) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
+        """Return word indices, padded at the end to the longest question, and True where there is a word.
+
+        A question without any word is one unknown word: no attention is left without a key.
+        """
+        rows = []
+        for question in questions:
+            found = [self.word_index.get(word, UNKNOWN) for word in tokenize(question)[: self.max_words]]
+            rows.append(torch.tensor(found or [UNKNOWN]))
+        lengths = torch.tensor([len(row) for row in rows])
+        words = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
+        return words, torch.arange(words.shape[1]) < lengths[:, None]
+
+    def unknown(self, question: str) -> list[str]:
+        """Return the words of a question that are not known."""
+        return [word for word in tokenize(question) if word not in self.word_index]
+
+    def to_tensor(self) -> UInt8[Tensor, " bytes"]:
+        """Return the vocabulary as bytes, to lie in a checkpoint beside the parameters."""
+        text = json.dumps([self.words[2:], self.answers, self.max_words])
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+
+    @classmethod
+    def from_tensor(cls, content: UInt8[Tensor, " bytes"]) -> "Vocabulary":
+        """Read back what `to_tensor` wrote."""
+        try:
+            words, answers, max_words = json.loads(bytes(content.tolist()).decode())
+        except (UnicodeDecodeError, json.JSONDecodeError, TypeError, ValueError) as error:
+            raise ValueError(f"the checkpoint's vocabulary cannot be read: {error}") from None
+        return cls((*RESERVED, *words), tuple(answers), max_words)
+
+
+def _frequent(counts: Counter[str], least: int) -> list[str]:
+    return [word for word, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if count >= least]
