@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bayesattn.cli import _print, translation, vision
+from bayesattn.cli import _print, captioning, translation, vision
 
 app = typer.Typer(
     help="Bayesian attention: train, evaluate, report.",
@@ -189,6 +189,7 @@ def doctor() -> None:
     console.print(_print.environment(environment(), backends()))
 
 
+captioning.register(app)
 vision.register(app)
 
 

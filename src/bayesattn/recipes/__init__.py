@@ -11,6 +11,7 @@ from typing import Any
 RECIPES = {
     "digits": "8 x 8 handwritten digits (in scikit-learn), 200 labels, shifted and scrambled test images",
     "translation": "German to English with LSTMs: Multi30k, Tatoeba, IWSLT14; Bayesian, hard, variational attention",
+    "captioning": "image captions with Att2in: generated shapes, Flickr8k, COCO",
     "vqa": "visual question answering with MCAN: VQA-v2, DAQUAR, a generated world of shapes",
 }
 

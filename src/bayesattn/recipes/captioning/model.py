@@ -1,0 +1,171 @@
+"""Att2in (Rennie et al., 2017): an LSTM that looks at the image before every word, the view entering its candidates only.
+
+    a_t   = attention(query = h_{t−1}, keys = image regions)
+    i,f,o = σ(W_x x_t + W_h h_{t−1} + b)
+    g     = max over two halves of (W_x x_t + W_h h_{t−1} + W_a a_t + b)          "maxout" in place of tanh
+    c_t   = f ⊙ c_{t−1} + i ⊙ g,    h_t = o ⊙ tanh(c_t)
+
+The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
+is embedded and projected once; each caption then takes its image's rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from bayesattn.nn import AdditiveAttention
+from bayesattn.recipes.captioning.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Image:
+    """What all words of a caption share: embedded regions, which of them exist, and the attention's own preparation."""
+
+    keys: Float[Tensor, "b n d"]
+    mask: Bool[Tensor, "b n"]
+    prepared: tuple[Any, ...]
+
+    def select(self, rows: Int[Tensor, " c"]) -> "Image":
+        """Return the images of these rows, as often as they occur; no row number is checked on the host."""
+        prepared = tuple(None if part is None else part.index_select(0, rows) for part in self.prepared)
+        return Image(self.keys.index_select(0, rows), self.mask.index_select(0, rows), prepared)
+
+
+State = tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]
+
+
+def maxout_lstm(
+    sums: Float[Tensor, "c five_d"], view: Float[Tensor, "c two_d"], cell: Float[Tensor, "c d"]
+) -> tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]:
+    """Return hidden state and cell after one step.
+
+    Args:
+        sums: W_x x_t + W_h h_{t−1} + b for input, forget and output gate and the two candidates, in this order.
+        view: W_a a_t for the two candidates.
+        cell: c_{t−1}.
+    """
+    width = cell.shape[-1]
+    gates, candidates = sums.split([3 * width, 2 * width], dim=-1)
+    enter, keep, leave = torch.sigmoid(gates).chunk(3, dim=-1)
+    cell = keep * cell + enter * torch.maximum(*(candidates + view).chunk(2, dim=-1))
+    return leave * torch.tanh(cell), cell
+
+
+class Att2in(nn.Module):
+    """Captions from image regions.
+
+    Args:
+        attention: Soft, Bayesian or a rival's, as `baselines.build_step_attention` makes it; its queries and keys have
+            `width` features.
+        vocabulary: The words; kept as a buffer, so that a checkpoint can speak.
+        feature_dim: Features of an image region.
+        width: Features of words, regions and states.
+        dropout: On words, regions and states.
+    """
+
+    vocabulary_bytes: Tensor
+
+    def __init__(
+        self,
+        attention: AdditiveAttention,
+        vocabulary: Vocabulary,
+        *,
+        feature_dim: int,
+        width: int = 512,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.register_buffer("vocabulary_bytes", vocabulary.to_tensor())
+        self.word_embed = nn.Embedding(len(vocabulary), width)
+        self.region_embed = nn.Linear(feature_dim, width)
+        self.attention = attention
+        self.word_proj = nn.Linear(width, 5 * width)
+        self.hidden_proj = nn.Linear(width, 5 * width)
+        self.view_proj = nn.Linear(width, 2 * width)
+        self.head = nn.Linear(width, len(vocabulary))
+        self.dropout = nn.Dropout(dropout)
+        # as the authors' base code has it
+        nn.init.uniform_(self.word_embed.weight, -0.1, 0.1)
+        nn.init.uniform_(self.head.weight, -0.1, 0.1)
+        nn.init.zeros_(self.head.bias)
+
+    def look(self, regions: Float[Tensor, "b n f"], mask: Bool[Tensor, "b n"] | None = None) -> Image:
+        """Embed the regions and project them for the attention, once for all steps and captions."""
+        mask = regions.new_ones(regions.shape[:2], dtype=torch.bool) if mask is None else mask
+        keys = self.dropout(torch.relu(self.region_embed(regions)))
+        return Image(keys, mask, self.attention.prepare(keys, mask))
+
+    def start(self, image: Image) -> State:
+        """Return the state before the first word: zeros, in float32 whatever the autocast."""
+        zeros = torch.zeros(len(image.keys), self.head.in_features, device=image.keys.device)
+        return zeros, zeros
+
+    def read(self, words: Int[Tensor, "c *t"]) -> Float[Tensor, "c *t five_d"]:
+        """Return the words' share of the gate sums, for all steps at once where they are known."""
+        return self.word_proj(self.dropout(torch.relu(self.word_embed(words))))
+
+    def step(
+        self, read: Float[Tensor, "c five_d"], state: State, image: Image, mask: Bool[Tensor, "c n"] | None = None
+    ) -> tuple[State, Float[Tensor, "c n"]]:
+        """Read one word; return the new state and the attention weights.
+
+        Args:
+            read: `read(words)` of this step.
+            state: Before the word.
+            image: What to look at.
+            mask: Regions to look at, if not all that exist.
+        """
+        hidden, cell = state
+        context, weights = self.attention(
+            hidden.unsqueeze(1), image.keys, mask=image.mask if mask is None else mask, prepared=image.prepared
+        )
+        sums = read + self.hidden_proj(hidden)
+        return maxout_lstm(sums, self.view_proj(context.squeeze(1)), cell), weights.squeeze(1)
+
+    def forward(
+        self,
+        regions: Float[Tensor, "b n f"],
+        words: Int[Tensor, "c t"],
+        *,
+        region_mask: Bool[Tensor, "b n"] | None = None,
+        image_rows: Int[Tensor, " c"] | None = None,
+        lengths: Int[Tensor, " c"] | None = None,
+        positions: Int[Tensor, " p"] | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """Return the logits of each next word, and with `need_weights` the attention weights behind them, `c t n`.
+
+        Args:
+            regions: Features of the images' regions.
+            words: What has been said before each step; the first is a boundary.
+            region_mask: True for regions that exist; all if None.
+            image_rows: Which image each caption is about; the first caption is about the first image if None.
+            lengths: Steps of each caption. Steps after its end look at nothing, so that they have no KL.
+            positions: Steps wanted, as places in the flattened `c t`; the result is then `p v`, else `c t v`.
+            need_weights: Whether to return weights.
+        """
+        image = self.look(regions, region_mask)
+        if image_rows is not None:
+            image = image.select(image_rows)
+        state, num_steps = self.start(image), words.shape[1]
+        # unbound, not indexed: the gradient of an index is a whole array of zeros at every step
+        reads = self.read(words).unbind(1)
+        masks: list[Tensor | None] = [None] * num_steps
+        if lengths is not None:
+            goes_on = lengths[:, None] > torch.arange(num_steps, device=words.device)
+            masks = [image.mask & step for step in goes_on.unsqueeze(2).unbind(1)]
+        states, weights = [], []
+        for read, mask in zip(reads, masks, strict=True):
+            state, seen = self.step(read, state, image, mask)
+            states.append(state[0])
+            if need_weights:
+                weights.append(seen)
+        hidden = torch.stack(states, dim=1)
+        if positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, positions)
+        logits = self.head(self.dropout(hidden))
+        return (logits, torch.stack(weights, dim=1)) if need_weights else logits

@@ -1,0 +1,295 @@
+"""Train Att2in by maximum likelihood, with soft, hard, Gaussian or Bayesian attention."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from bayesattn.baselines import AttentionChoice, build_step_attention, with_score_function
+from bayesattn.recipes import _runs
+from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
+from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit, DatasetName, load_data
+from bayesattn.recipes.captioning.decoding import beam_search
+from bayesattn.recipes.captioning.model import Att2in
+from bayesattn.recipes.captioning.scoring import bleu
+from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
+from bayesattn.runs import CHECKPOINT_FILE, RunError, read_tensors
+
+RECIPE = "captioning"
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class CaptioningConfig:
+    """Everything that decides a run. The defaults are the paper's settings for COCO where it gives them (App. C.3).
+
+    Args:
+        dataset: `shapes`, `flickr8k` or `coco`.
+        attention: Soft or Bayesian attention, or one of their rivals.
+        training: Epochs, batch size in captions (those of an image stay together), KL schedule.
+        seed: Initialisation, batch order, dropout and attention noise.
+        width: Features of words, regions and states.
+        attention_dim: Width of the attention's tanh layer.
+        dropout: On words, regions and states.
+        min_count: How often a word occurs in the training captions to be known.
+        max_length: Words of a caption; longer ones are cut.
+        learning_rate: Adam's, at first.
+        learning_rate_decay: Factor of the learning rate after every `decay_epochs`.
+        decay_epochs: Epochs between two decays.
+        clip_value: Largest absolute value of a gradient's entry; None does not clip.
+        num_beams: Of the captions that are scored; 1 is greedy search, the paper's.
+        length_penalty: Of the beam search.
+    """
+
+    dataset: DatasetName = "shapes"
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice(variant="soft"))
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=30, batch_size=50))
+    seed: int = 0
+    width: int = 512
+    attention_dim: int = 512
+    dropout: float = 0.5
+    min_count: int = 5
+    max_length: int = 16
+    learning_rate: float = 5e-4
+    learning_rate_decay: float = 0.8
+    decay_epochs: int = 3
+    clip_value: float | None = 0.1
+    num_beams: int = 1
+    length_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "attention_dim", "min_count", "max_length", "decay_epochs", "num_beams"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
+        for name in ("learning_rate", "learning_rate_decay", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not (0.0 < value < float("inf")):
+                raise ValueError(f"{name} is {value!r}; allowed: a finite number above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout!r}; allowed: at least 0 and below 1")
+
+
+def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:
+    """Read a config by its name (`shapes-wc`) or path, with `name=value` settings on top."""
+    return build_config(CaptioningConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+
+
+def build_model(config: CaptioningConfig, vocabulary: Vocabulary, feature_dim: int) -> Att2in:
+    """Build the model a config describes, with fresh parameters."""
+    attention = build_step_attention(config.attention, config.width, config.width, config.attention_dim)
+    return Att2in(attention, vocabulary, feature_dim=feature_dim, width=config.width, dropout=config.dropout)
+
+
+@dataclass(frozen=True)
+class EncodedCaptions:
+    """The captions of a split as numbers.
+
+    Attributes:
+        words: Of each caption, with a boundary after the last; boundaries fill the rest.
+        lengths: Words and their boundary.
+        images: Which image of the split each caption is about; captions of an image stand together.
+        num_skipped: Captions left out because they hold no known word.
+    """
+
+    words: Int[Tensor, "c t"]
+    lengths: Int[Tensor, " c"]
+    images: Int[Tensor, " c"]
+    num_skipped: int
+
+
+def encode_captions(split: CaptionSplit, vocabulary: Vocabulary, max_length: int) -> EncodedCaptions:
+    """Turn captions into numbers; one without any known word says nothing about its image and is skipped and counted."""
+    rows, images, skipped = [], [], 0
+    for image, captions in enumerate(split.captions):
+        for caption in captions:
+            numbers = vocabulary.encode(caption, max_length)
+            if all(number == UNKNOWN for number in numbers):
+                skipped += 1
+                continue
+            rows.append(torch.tensor([*numbers, BOUNDARY]))
+            images.append(image)
+    if not rows:
+        raise ValueError(f"none of the {skipped} captions holds a known word; allowed: at least one (see min_count)")
+    lengths = torch.tensor([len(row) for row in rows])
+    words = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
+    return EncodedCaptions(words, lengths, torch.tensor(images), skipped)
+
+
+def teacher_forced(words: Int[Tensor, "c t"]) -> Int[Tensor, "c t"]:
+    """Return what has been said before each word: the words one step later, behind a boundary."""
+    return torch.cat([torch.full_like(words[:, :1], BOUNDARY), words[:, :-1]], dim=1)
+
+
+def make_batch(
+    data: CaptionData, split: CaptionSplit, captions: EncodedCaptions, indices: Int[Tensor, " c"]
+) -> dict[str, Tensor]:
+    """Return the arguments of `Att2in.forward` for these captions, and `targets`, the words at its `positions`.
+
+    The features of an image come once, however many of its captions are in the batch. Lengths are turned into positions
+    here, on the host, so that nothing later has to wait for the device.
+    """
+    images, image_rows = captions.images[indices].unique(return_inverse=True)
+    regions, region_mask = data.regions.gather(split.rows[images])
+    lengths = captions.lengths[indices]
+    words = captions.words[indices, : int(lengths.max())]
+    positions = (torch.arange(words.shape[1]) < lengths[:, None]).flatten().nonzero().squeeze(1)
+    return {
+        "regions": regions,
+        "region_mask": region_mask,
+        "words": teacher_forced(words),
+        "image_rows": image_rows,
+        "lengths": lengths,
+        "positions": positions,
+        "targets": words.flatten()[positions],
+    }
+
+
+def step_nll(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, "c t"]:
+    """Return the cross-entropy of every step of every caption; 0 after its end."""
+    arguments = {name: value for name, value in batch.items() if name != "targets"}
+    losses = F.cross_entropy(model(**arguments), batch["targets"], reduction="none")
+    empty = losses.new_zeros(batch["words"].numel())
+    return empty.index_copy(0, batch["positions"], losses).view_as(batch["words"])
+
+
+class CaptioningExperiment(Experiment):
+    """Captions of the training images, a fresh model, and Adam with a stepwise decay. An example is a caption."""
+
+    model: Att2in
+
+    def __init__(self, config: CaptioningConfig, data: CaptionData) -> None:
+        self.config, self.data = config, data
+        train_split = data.splits["train"]
+        sentences = (caption for captions in train_split.captions for caption in captions)
+        vocabulary = Vocabulary.build(sentences, config.min_count)
+        self.train = encode_captions(train_split, vocabulary, config.max_length)
+        self.validation = encode_captions(data.splits["validation"], vocabulary, config.max_length)
+        self.num_examples = len(self.train.words)
+        self.model = build_model(config, vocabulary, data.regions.dim)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate)
+        if config.clip_value is not None:
+            clip_value = config.clip_value
+            self.optimizer.register_step_pre_hook(
+                lambda optimizer, args, kwargs: nn.utils.clip_grad_value_(self.model.parameters(), clip_value)
+            )
+        steps_per_decay = config.decay_epochs * num_steps(self, config.training) // config.training.epochs
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, steps_per_decay, config.learning_rate_decay)
+
+    def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " c"]]:
+        """Shuffle the images; the captions of an image stay together, so that its features are read once."""
+        place = torch.randperm(len(self.data.splits["train"]), generator=generator)
+        return place[self.train.images].argsort(stable=True).split(config.batch_size)
+
+    def collate(self, indices: Int[Tensor, " c"]) -> dict[str, Tensor]:
+        """Return regions, words and targets."""
+        return make_batch(self.data, self.data.splits["train"], self.train, indices)
+
+    def num_labels(self, batch: dict[str, Tensor]) -> int:
+        """Return the words to predict, ends included."""
+        return len(batch["targets"])
+
+    def nll(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+        """Return the cross-entropy summed over words; hard attention adds its score-function gradient, of value 0."""
+        steps = torch.arange(batch["words"].shape[1], device=batch["words"].device) < batch["lengths"][:, None]
+        return with_score_function(model, lambda: step_nll(model, batch), steps).sum()
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Return NLL per word and BLEU-4 of the captions, both of the posterior mean, on the validation images."""
+        device = next(model.parameters()).device
+        split, total, labels = self.data.splits["validation"], torch.zeros((), device=device), 0
+        for indices in torch.arange(len(self.validation.words)).split(VALIDATION_BATCH):
+            batch = make_batch(self.data, split, self.validation, indices)
+            labels += self.num_labels(batch)
+            total += self.nll(model, {name: value.to(device) for name, value in batch.items()})
+        captions = caption_split(self.model, self.data, split, **search_options(self.config))
+        return {
+            "validation_nll": float(total) / labels,
+            "validation_bleu": bleu(captions, split.captions),
+            "skipped_captions": self.train.num_skipped + self.validation.num_skipped,
+        }
+
+
+# captions, and images, in one forward pass where no gradient is needed
+VALIDATION_BATCH = 500
+
+
+def search_options(config: CaptioningConfig) -> dict[str, Any]:
+    """Return how a run looks for captions, as `beam_search` takes it."""
+    return {"num_beams": config.num_beams, "max_length": config.max_length, "length_penalty": config.length_penalty}
+
+
+@torch.no_grad()
+def caption_split(
+    model: Att2in,
+    data: CaptionData,
+    split: CaptionSplit,
+    *,
+    num_beams: int = 1,
+    **options: Any,
+) -> list[str]:
+    """Return a caption for every image of a split; options as for `beam_search`.
+
+    The words of all batches come back from the device at once.
+    """
+    device, found = next(model.parameters()).device, []
+    for rows in split.rows.split(max(1, VALIDATION_BATCH // num_beams)):
+        regions, mask = data.regions.gather(rows)
+        found.append(beam_search(model, regions.to(device), mask.to(device), num_beams=num_beams, **options).words)
+    return [" ".join(model.vocabulary.decode(words)) for words in torch.cat(found).tolist()]
+
+
+def build_experiment(config: CaptioningConfig, data: Path | CaptionData | None = None) -> CaptioningExperiment:
+    """Return the experiment of a config; `data` is the folder of the data sets, or the data set if it was read before."""
+    return CaptioningExperiment(config, data if isinstance(data, CaptionData) else load_data(config.dataset, data))
+
+
+def fit(
+    config: CaptioningConfig,
+    data: Path | CaptionData | None = None,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> tuple[Att2in, MetricLog]:
+    """Train a model and return it with its log, without a run folder."""
+    seed_everything(config.seed)
+    experiment = build_experiment(config, data)
+    with _threads(config):
+        log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
+    return experiment.model, log
+
+
+def train_run(
+    config: CaptioningConfig,
+    out: Path,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    *,
+    data: Path | CaptionData | None = None,
+    **options: bool,
+) -> MetricLog:
+    """Train and write a run folder; `data` as for `build_experiment`, options as for `_runs.train_run`."""
+    with _threads(config):
+        return _runs.train_run(RECIPE, config, lambda: build_experiment(config, data), out, on_progress, **options)
+
+
+def load_run(folder: Path) -> tuple[CaptioningConfig, Att2in]:
+    """Read a run folder back: its config and the trained model with its vocabulary, in eval mode; needs no data."""
+    config = _runs.load_run_config(folder, CaptioningConfig, RECIPE)
+    tensors, _ = read_tensors(folder / CHECKPOINT_FILE)
+    try:
+        vocabulary = Vocabulary.from_tensor(tensors["vocabulary_bytes"])
+        feature_dim = tensors["region_embed.weight"].shape[1]
+    except (KeyError, ValueError) as error:
+        raise RunError(f"{folder / CHECKPOINT_FILE} is not of a captioning model: {error}") from None
+    model = build_model(config, vocabulary, feature_dim)
+    _runs.load_parameters(folder, model)
+    return config, model
+
+
+def _threads(config: CaptioningConfig) -> Any:
+    # the generated world's tensors are small
+    return one_thread() if config.dataset == "shapes" else nullcontext()
