@@ -83,7 +83,7 @@ def bayesian_attention(
             "attn_implementation and call bayesianize(model, config), or load_bayesian(model, folder)"
         )
     if not (child.is_sampling or child.needs_kl):
-        return child.host_attention(module, query, key, value, attention_mask, **kwargs)
+        return _host_forward(module, child, query, key, value, attention_mask, kwargs)
     arguments = _score_arguments(module, child, query, key, attention_mask, kwargs)
     if not child.is_sampling:
         output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
@@ -98,6 +98,28 @@ def bayesian_attention(
         **arguments,
     )
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _host_forward(
+    module: nn.Module,
+    child: HFAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the original function; for MC dropout of soft attention with the dropout that eval mode would leave out."""
+    if child.training or not child.drops_in_eval:
+        return child.host_attention(module, query, key, value, attention_mask, **kwargs)
+    kwargs = {**kwargs, "dropout": _dropout(module, child, 0.0)}
+    mode = module.training
+    # eager implementations ask the module, sdpa the argument
+    module.training = True
+    try:
+        return child.host_attention(module, query, key, value, attention_mask, **kwargs)
+    finally:
+        module.training = mode
 
 
 def _score_arguments(

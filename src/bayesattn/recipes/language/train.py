@@ -1,0 +1,229 @@
+"""Fine-tune an encoder with soft or Bayesian attention, write the run, and read it back."""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from bayesattn.config import AttentionConfig
+from bayesattn.convert import report
+from bayesattn.recipes import _runs
+from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, override, seed_everything
+from bayesattn.recipes.language.features import Collator
+from bayesattn.recipes.language.fit import LanguageTraining, Progress, fit, quiet
+from bayesattn.recipes.language.model import build_model, encoder_config, load_pretrained, set_up
+from bayesattn.recipes.language.prepare import Prepared, prepare
+from bayesattn.recipes.language.tasks import Task, find_task
+from bayesattn.runs import CHECKPOINT_FILE, LOG_FILE, RunError, make_run_folder, read_run, write_run, write_tensors
+
+RECIPE = "language"
+CONFIGS = Path(__file__).parent / "configs"
+TOKENIZER_FOLDER = "tokenizer"
+# the answers behind the predictions of a span task; written by `evaluate`
+ANSWERS_FILE = "answers.json"
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """Everything that decides a run.
+
+    Args:
+        task: One of `tasks.TASKS`.
+        encoder: `e5-small`, a folder, a name on the hub, or `tiny`.
+        attention: Soft or Bayesian attention.
+        training: How long and how fast.
+        seed: Of the head's initialisation, batch order, dropout and noise.
+        max_length: Tokens per text, pair or window; longer texts lose their end, longer paragraphs get more windows.
+        dropout: Of the encoder's hidden states; null keeps the encoder's own rate.
+        attention_dropout: Of the attention weights; null keeps the encoder's rate for soft attention and switches it off
+            for a sampled one, whose noise takes its place.
+        classifier_dropout: Before the head; null keeps the encoder's rate.
+        train_size: Training examples at most; null takes all.
+        source: `files` of the data folder, or the hub's copy through the package `datasets`.
+    """
+
+    task: str = "mrpc"
+    encoder: str = "e5-small"
+    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("soft"))
+    training: LanguageTraining = field(default_factory=LanguageTraining)
+    seed: int = 0
+    max_length: int = 128
+    dropout: float | None = None
+    attention_dropout: float | None = None
+    classifier_dropout: float | None = None
+    train_size: int | None = None
+    source: Literal["files", "datasets"] = "files"
+
+    def __post_init__(self) -> None:
+        kept = ("last", "validation_loss", *(f"validation_{name}" for name in self._validation_metrics))
+        if self.training.keep not in kept:
+            raise ValueError(f"training.keep is {self.training.keep!r}; allowed: {', '.join(map(repr, kept))}")
+        if not 8 <= self.max_length <= 512:
+            raise ValueError(f"max_length is {self.max_length!r}; allowed: 8 to 512")
+        for name in ("dropout", "attention_dropout", "classifier_dropout"):
+            rate = getattr(self, name)
+            if rate is not None and not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} is {rate!r}; allowed: from 0 to below 1, or null")
+        if self.train_size is not None and self.train_size < 1:
+            raise ValueError(f"train_size is {self.train_size!r}; allowed: at least 1, or null")
+
+    @property
+    def _validation_metrics(self) -> tuple[str, ...]:
+        task = find_task(self.task)
+        return () if task.kind == "spans" else task.metrics
+
+    @property
+    def dropout_rates(self) -> dict[str, float | None]:
+        """The three rates as they are used; None keeps the encoder's."""
+        attention = self.attention_dropout
+        if attention is None and self.attention.is_stochastic:
+            attention = 0.0
+        return {"dropout": self.dropout, "attention_dropout": attention, "classifier_dropout": self.classifier_dropout}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A trained model and what belongs to it."""
+
+    model: PreTrainedModel
+    prepared: Prepared
+    log: MetricLog
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run folder, read.
+
+    Attributes:
+        config: Of the run.
+        task: Its task.
+        model: In eval mode, on a GPU if there is one.
+        tokenizer: Its tokenizer.
+        class_names: One per class.
+        data: The data folder it was trained from, as it was given; None if none was.
+    """
+
+    config: LanguageConfig
+    task: Task
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    class_names: tuple[str, ...]
+    data: Path | None
+
+
+def load_config(name: str, settings: Sequence[str] = ()) -> LanguageConfig:
+    """Read a config by its name (`mrpc`, `albert-mrpc`) or path, with `name=value` settings on top."""
+    return build_config(LanguageConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+
+
+def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:
+    """Read and tokenise the data of a config."""
+    return prepare(config.task, config.encoder, config.max_length, config.train_size, config.source, data)
+
+
+def make_collator(config: LanguageConfig, tokenizer: PreTrainedTokenizerBase) -> Collator:
+    """Return what makes batches for a run."""
+    return Collator(tokenizer.pad_token_id or 0, config.training.pad_multiple, config.max_length)
+
+
+def make_model(config: LanguageConfig, prepared: Prepared) -> PreTrainedModel:
+    """Build the model of a config with its encoder's weights; the head is drawn from torch's generator."""
+    with quiet():
+        settings = encoder_config(prepared.encoder, prepared.tokenizer)
+        set_up(settings, prepared.task.kind, len(prepared.class_names), config.dropout_rates)
+        return load_pretrained(prepared.encoder, settings, prepared.task.kind, config.attention)
+
+
+def train_model(config: LanguageConfig, data: Path | None, on_progress: Progress = lambda done, total: None) -> Fitted:
+    """Train a model without writing anything."""
+    prepared = prepare_run(config, data)
+    seed_everything(config.seed)
+    model = make_model(config, prepared)
+    return _fitted(config, prepared, model, on_progress)
+
+
+def _fitted(config: LanguageConfig, prepared: Prepared, model: PreTrainedModel, on_progress: Progress) -> Fitted:
+    collator = make_collator(config, prepared.tokenizer)
+    log = fit(
+        model, prepared.task, prepared.splits, collator, config.training, seed=config.seed, on_progress=on_progress
+    )
+    return Fitted(model, prepared, log)
+
+
+def train_run(
+    config: LanguageConfig,
+    out: Path,
+    on_progress: Progress = lambda done, total: None,
+    *,
+    data: Path | None = None,
+    overwrite: bool = False,
+) -> MetricLog:
+    """Train and write a run folder: parameters, tokenizer, log, and last of all `run.json`.
+
+    The folder needs neither the data nor the encoder afterwards: `serve.load` and `load_run` read it alone.
+    """
+    prepared = prepare_run(config, data)
+    seed_everything(config.seed)
+    model = make_model(config, prepared)
+    make_run_folder(out, overwrite=overwrite)
+    (out / ANSWERS_FILE).unlink(missing_ok=True)
+    shutil.rmtree(out / TOKENIZER_FOLDER, ignore_errors=True)
+    start = time.perf_counter()
+    fitted = _fitted(config, prepared, model, on_progress)
+    seconds = round(time.perf_counter() - start, 3)
+    write_tensors(out / CHECKPOINT_FILE, model.state_dict())
+    prepared.tokenizer.save_pretrained(out / TOKENIZER_FOLDER)
+    fitted.log.write(out / LOG_FILE)
+    write_record(out, config, fitted, data, seconds)
+    return fitted.log
+
+
+def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path | None, seconds: float) -> None:
+    """Write `run.json` of a trained model."""
+    prepared = fitted.prepared
+    write_run(
+        out,
+        recipe=RECIPE,
+        variant=config.attention.variant,
+        config=dataclasses.asdict(config),
+        seed=config.seed,
+        task=config.task,
+        class_names=list(prepared.class_names),
+        model_config=fitted.model.config.to_dict(),
+        data=None if data is None else str(data),
+        data_note=prepared.note,
+        skipped_rows=prepared.skipped,
+        num_examples={name: len(split.questions or split.rows) for name, split in prepared.splits.items()},
+        num_truncated={name: split.num_truncated for name, split in prepared.splits.items()},
+        num_parameters=sum(parameter.numel() for parameter in fitted.model.parameters()),
+        added_parameters=report(fitted.model).added_parameters,
+        train_seconds=seconds,
+    )
+
+
+def load_run(folder: Path) -> LoadedRun:
+    """Read a run folder back: nothing but the folder is needed."""
+    config = _runs.load_run_config(folder, LanguageConfig, RECIPE)
+    run = read_run(folder)
+    task = find_task(config.task)
+    try:
+        settings = AutoConfig.for_model(**run["model_config"])
+        class_names = tuple(run["class_names"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{folder} lacks what describes its model: {error}") from None
+    if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
+        raise RunError(f"{folder / TOKENIZER_FOLDER} has no tokenizer.json; allowed: a run folder as it was written")
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
+        model = build_model(settings, task.kind, config.attention)
+    _runs.load_parameters(folder, model)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    data: Any = run.get("data")
+    return LoadedRun(config, task, model, tokenizer, class_names, None if data is None else Path(data))
