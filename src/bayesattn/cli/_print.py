@@ -11,6 +11,10 @@ from bayesattn.report.aggregate import Summary
 from bayesattn.report.names import TEST_NAMES, method_name
 
 SHOWN = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "pavpu_05": "PAvPU", "ood_auroc_entropy": "OOD AUROC"}
+# shown where a task has them
+TASK_METRICS = {
+    "exact_match": "EM", "f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman", "rmse": "RMSE",
+}  # fmt: skip
 
 
 def recipes(found: dict[str, tuple[str, list[str]]]) -> Table:
@@ -33,10 +37,12 @@ def metrics(measured: dict[str, Any]) -> Group:
         parts.append(Text(f"{measured['variant']}, seed {measured['seed']}, {method_name(method)}", style="bold"))
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("split", no_wrap=True)
-        for heading in SHOWN.values():
+        found = {name for values in result["splits"].values() for name in values["metrics"]}
+        shown = {name: heading for name, heading in (TASK_METRICS | SHOWN).items() if name in found}
+        for heading in shown.values():
             table.add_column(heading, justify="right", no_wrap=True)
         for split, values in result["splits"].items():
-            table.add_row(Text(split), *(_cell(values["metrics"].get(name)) for name in SHOWN))
+            table.add_row(Text(split), *(_cell(values["metrics"].get(name)) for name in shown))
         parts.append(table)
     found = (
         split["metrics"].get("pavpu_05") for result in measured["methods"].values() for split in result["splits"].values()

@@ -107,6 +107,8 @@ def evaluate(
 
     strengths = _numbers("noise", noise)
     module = recipes.load(read_run(run)["recipe"], "evaluate")
+    # a recipe whose tasks have metrics of their own measures them itself
+    measure = getattr(module, "measure_run", measure_run)
     with progress(console) as display, one_thread():
         task = display.add_task("predicting", total=None)
         predictions = module.predict_run(
@@ -120,7 +122,7 @@ def evaluate(
         )
         write_predictions(run, predictions)
         task = display.add_task("measuring", total=None)
-        measured = measure_run(
+        measured = measure(
             run,
             num_resamples=resamples,
             on_progress=lambda done, total: display.update(task, completed=done, total=total),
