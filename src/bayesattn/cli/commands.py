@@ -1,5 +1,6 @@
 """The commands. Each parses its arguments, calls one function of the library and prints what it returns."""
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bayesattn.cli import _print, captioning, translation, vision
+from bayesattn.cli import _print, captioning, language, translation, vision
 
 app = typer.Typer(
     help="Bayesian attention: train, evaluate, report.",
@@ -17,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 console = Console()
+language.register(app)
 
 DataOption = Annotated[
     Path | None, typer.Option(envvar="BAYESATTN_DATA", help="Folder of the data sets, for recipes that read files.")
@@ -157,13 +159,23 @@ def reproduce(
     out: Annotated[
         Path, typer.Option(help="Folder for the runs and the tables; finished runs in it are not repeated.")
     ] = Path("runs/reproduce"),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, for recipes that can.")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value, for recipes that can.")
+    ] = None,
+    noise: Annotated[str | None, typer.Option(help="Strengths of shifted test sets, for recipes that can.")] = None,
 ) -> None:
     """Train every variant with several seeds and print the paper's table beside ours."""
     from bayesattn import recipes
 
     module = recipes.load(recipe, "reproduce")
     names, chosen = (None if text is None else text.split(",") for text in (only, variants))
-    table = module.reproduce(names, chosen, num_seeds=seeds, data=data, out=out, console=console)
+    given = {"jobs": jobs if jobs > 1 else None, "settings": settings, "noise": noise and _numbers("noise", noise)}
+    options = {name: value for name, value in given.items() if value}
+    unknown = sorted(options.keys() - inspect.signature(module.reproduce).parameters.keys())
+    if unknown:
+        raise ValueError(f"recipe {recipe!r} does not take {', '.join(unknown)}; leave the option out")
+    table = module.reproduce(names, chosen, num_seeds=seeds, data=data, out=out, console=console, **options)
     console.print(f"table: {table}", soft_wrap=True)
 
 

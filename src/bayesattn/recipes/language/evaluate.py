@@ -151,13 +151,13 @@ class Predictor:
             with self._noise_for(method, splits["validation"], seed):
                 for name, split in splits.items():
                     if self.task.kind == "spans":
-                        found = self._answers(split, method, num_samples, seed)
+                        found = self.answers(split, method, num_samples, seed)
                         samples[name][method] = torch.stack([a.probabilities for a in found], dim=1)
                         answers[name][method] = [_record(q, a) for q, a in zip(split.questions, found)]
                         if method == methods[0]:
                             labels[name] = self._right_classes(name, split, found)
                     else:
-                        samples[name][method] = self._draw(split, method, num_samples, seed)
+                        samples[name][method] = self.draw(split, method, num_samples, seed)
                         labels[name] = None if split.labels is None else torch.tensor(split.labels)
                     done += 1
                     on_progress(done, len(splits) * len(methods))
@@ -207,7 +207,7 @@ class Predictor:
             )  # fmt: skip
             return drawn.logits
 
-    def _draw(self, split: Split, method: str, num_samples: int, seed: int) -> Float[Tensor, "s n c"]:
+    def draw(self, split: Split, method: str, num_samples: int, seed: int) -> Float[Tensor, "s n c"]:
         """Return class probabilities, or scores, of every example in its order."""
         draws = 1 if method == "mean" else num_samples
         samples = torch.empty(draws, len(split.rows), len(self.class_names))
@@ -217,7 +217,8 @@ class Predictor:
             samples[:, indices] = values.cpu()
         return samples
 
-    def _answers(self, split: Split, method: str, num_samples: int, seed: int) -> list[squad.Answer]:
+    def answers(self, split: Split, method: str, num_samples: int, seed: int) -> list[squad.Answer]:
+        """Return the distribution over answers of every question."""
         pieces: list[list[tuple[squad.Window, squad.WindowScores]]] = [[] for _ in split.questions]
         for number, (indices, batch) in enumerate(self._batches(split)):
             start, end = self._outputs(batch, method, num_samples, seed + number).unbind(dim=2)

@@ -60,6 +60,11 @@ class Prepared:
     note: str = ""
     skipped: int = 0
 
+    @property
+    def num_texts(self) -> int:
+        """Texts per example: one, or two for pairs and questions."""
+        return len(list(_texts(self.sources["test"][0])))
+
 
 @lru_cache(maxsize=4)
 def prepare(task_name: str, encoder: str, max_length: int, train_size: int | None, source: str, data: Path | None) -> Prepared:

@@ -106,6 +106,7 @@ class LoadedRun:
         model: In eval mode, on a GPU if there is one.
         tokenizer: Its tokenizer.
         class_names: One per class.
+        num_texts: Texts per example, one or two.
         data: The data folder it was trained from, as it was given; None if none was.
     """
 
@@ -114,6 +115,7 @@ class LoadedRun:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     class_names: tuple[str, ...]
+    num_texts: int
     data: Path | None
 
 
@@ -195,6 +197,7 @@ def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path |
         seed=config.seed,
         task=config.task,
         class_names=list(prepared.class_names),
+        num_texts=prepared.num_texts,
         model_config=fitted.model.config.to_dict(),
         data=None if data is None else str(data),
         data_note=prepared.note,
@@ -214,7 +217,7 @@ def load_run(folder: Path) -> LoadedRun:
     task = find_task(config.task)
     try:
         settings = AutoConfig.for_model(**run["model_config"])
-        class_names = tuple(run["class_names"])
+        class_names, num_texts = tuple(run["class_names"]), int(run["num_texts"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{folder} lacks what describes its model: {error}") from None
     if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
@@ -226,4 +229,4 @@ def load_run(folder: Path) -> LoadedRun:
     if torch.cuda.is_available():
         model.to("cuda")
     data: Any = run.get("data")
-    return LoadedRun(config, task, model, tokenizer, class_names, None if data is None else Path(data))
+    return LoadedRun(config, task, model, tokenizer, class_names, num_texts, None if data is None else Path(data))

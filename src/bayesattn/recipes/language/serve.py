@@ -1,0 +1,173 @@
+"""Predictions for new texts, each with a probability, a p-value and whether to trust it.
+
+    from bayesattn.recipes.language import serve
+    model = serve.load("runs/mrpc")
+    print(model("He bought the firm.", "The firm was bought by him.").label)
+
+The p-value says whether the draws agree on the answer, the probability how sure they are on average; the run folder is all
+that is needed. With the same seed the same inputs get the same answers.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesattn.metrics import top_two_p_value
+from bayesattn.recipes.language import squad
+from bayesattn.recipes.language.evaluate import Predictor, available_methods
+from bayesattn.recipes.language.features import encode
+from bayesattn.recipes.language.prepare import Split
+from bayesattn.recipes.language.train import LoadedRun, load_run, make_collator
+
+BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Served:
+    """One answer.
+
+    Attributes:
+        label: The class, the score of a regression as text, or the answer of a question ("" for none).
+        probability: Of the class or answer, averaged over the draws; None for a score.
+        p_value: Of a paired t-test that it is more probable than the runner-up; None for a score, and without draws.
+        trust: Whether the p-value is at most the threshold; None where there is no p-value.
+        probabilities: Of every class; None for a score.
+        deviation: Standard deviation of a score over the draws; None otherwise.
+        truncated: Whether the text was longer than the model reads, and lost its end.
+    """
+
+    label: str
+    probability: float | None
+    p_value: float | None
+    trust: bool | None
+    probabilities: dict[str, float] | None
+    deviation: float | None
+    truncated: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+class Classifier:
+    """A run that answers for new texts; from `load`.
+
+    Args:
+        run: The run.
+        num_samples: Draws per answer.
+        threshold: An answer is trusted if its p-value is at most this.
+        seed: Of the draws.
+        method: How to draw; None takes the usual way of the run, and draws nothing where it has none.
+    """
+
+    def __init__(
+        self, run: LoadedRun, *, num_samples: int = 20, threshold: float = 0.05, seed: int = 0, method: str | None = None
+    ) -> None:
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"threshold is {threshold!r}; allowed: 0 to 1")
+        allowed = [name for name in available_methods(run.config, run.model) if name != "post-hoc"]
+        self.method = allowed[min(1, len(allowed) - 1)] if method is None else method
+        if self.method not in allowed:
+            raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(allowed)}")
+        self.run, self.num_samples, self.threshold, self.seed = run, num_samples, threshold, seed
+        self.predictor = Predictor(run.model, run.task, run.config, make_collator(run.config, run.tokenizer), run.class_names)
+
+    @property
+    def num_texts(self) -> int:
+        """Texts that one answer takes: 1, or 2 for pairs and questions."""
+        return self.run.num_texts
+
+    def __call__(self, *texts: str) -> Served:
+        """Answer for one text, or one pair."""
+        return self.answer([texts])[0]
+
+    def answer(self, inputs: Sequence[tuple[str, ...]]) -> list[Served]:
+        """Answer for several at once.
+
+        Raises:
+            ValueError: A text is empty, or there are too few or too many; the message has its number, from 1.
+        """
+        for number, texts in enumerate(inputs, start=1):
+            if len(texts) != self.num_texts or not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError(
+                    f"input {number} is {texts!r}; allowed for task {self.run.task.name!r}: {self.num_texts} "
+                    f"{'text that is' if self.num_texts == 1 else 'texts that are'} not empty"
+                )
+        if self.run.task.kind == "spans":
+            return self._answer_questions(inputs)
+        encoded = encode(self.run.tokenizer, inputs, self.run.config.max_length)
+        samples = self.predictor.draw(Split(encoded.rows), self.method, self.num_samples, self.seed)
+        if self.run.task.kind == "regression":
+            return [self._score(samples[:, i, 0], cut) for i, cut in enumerate(encoded.truncated)]
+        return self._classes(samples, [list(self.run.class_names)] * len(inputs), encoded.truncated)
+
+    def _answer_questions(self, inputs: Sequence[tuple[str, ...]]) -> list[Served]:
+        questions = [squad.Question(str(i), question, context, (), "") for i, (question, context) in enumerate(inputs)]
+        windows = squad.windows(self.run.tokenizer, questions, self.run.config.max_length)
+        split = Split([window.row for window in windows], questions=questions, windows=windows)
+        found = self.predictor.answers(split, self.method, self.num_samples, self.seed)
+        samples = torch.stack([answer.probabilities for answer in found], dim=1)
+        # "another answer" is no answer to give
+        names = [answer.texts for answer in found]
+        return self._classes(samples[:, :, :-1], names, [False] * len(inputs))
+
+    def _classes(self, samples: Tensor, names: list[list[str]], truncated: list[bool]) -> list[Served]:
+        mean = samples.mean(dim=0)
+        p_values = top_two_p_value(samples).tolist() if len(samples) > 1 else [None] * len(mean)
+        served = []
+        for row, labels, p_value, cut in zip(mean, names, p_values, truncated):
+            best = int(row.argmax())
+            trust = None if p_value is None else p_value <= self.threshold
+            probabilities = {label: float(value) for label, value in zip(labels, row)}
+            served.append(Served(labels[best], float(row[best]), p_value, trust, probabilities, None, cut))
+        return served
+
+    def _score(self, samples: Tensor, truncated: bool) -> Served:
+        deviation = float(samples.std()) if len(samples) > 1 else None
+        return Served(f"{float(samples.mean()):.3f}", None, None, None, None, deviation, truncated)
+
+
+def load(folder: str | Path, **options: Any) -> Classifier:
+    """Read a run folder for serving; `options` are those of `Classifier`."""
+    return Classifier(load_run(Path(folder)), **options)
+
+
+def read_lines(lines: Iterable[str], *, is_json: bool) -> Iterator[tuple[str, ...]]:
+    """Read inputs, one a line: JSON objects with `text` and perhaps `second`, or plain text, a tab before the second.
+
+    Raises:
+        ValueError: A line cannot be read; the message has its number.
+    """
+    for number, line in enumerate(lines, start=1):
+        line = line.rstrip("\r\n")
+        if not line.strip():
+            continue
+        yield _parse_json(line, number) if is_json else tuple(line.split("\t"))
+
+
+def _parse_json(line: str, number: int) -> tuple[str, ...]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number}: not JSON ({error.msg})") from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or set(entry) - {"text", "second"}:
+        raise ValueError(f'line {number} is {line!r}; allowed: {{"text": "…"}} or {{"text": "…", "second": "…"}}')
+    return (entry["text"], entry["second"]) if "second" in entry else (entry["text"],)
+
+
+def answer_lines(model: Classifier, inputs: Iterable[tuple[str, ...]]) -> Iterator[Served]:
+    """Answer for a stream of inputs, a batch at a time, in order."""
+    batch: list[tuple[str, ...]] = []
+    for texts in inputs:
+        batch.append(texts)
+        if len(batch) == BATCH_SIZE:
+            yield from model.answer(batch)
+            batch = []
+    if batch:
+        yield from model.answer(batch)

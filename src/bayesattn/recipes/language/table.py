@@ -1,0 +1,158 @@
+"""Tables and calibration plots of finished cells: mean ± 95 % interval over seeds, paired against soft, beside the paper's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bayesattn.metrics import tabulate_predictions
+from bayesattn.plots import plot_reliability
+from bayesattn.recipes._tables import markdown, paired, show, show_p, write_csv
+from bayesattn.recipes.language.tasks import PAPER_F1, Task, find_task
+from bayesattn.report.aggregate import over_runs
+from bayesattn.runs import read_predictions, write_bytes
+
+TABLE_FILE = "table.md"
+# metric: heading, factor, digits
+UNCERTAINTY = {
+    "nll": ("NLL", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
+}  # fmt: skip
+SPREAD = {"rmse": ("RMSE", 1.0, 3), "mean_deviation": ("spread of draws", 1.0, 3)}
+_NAMES = {
+    "accuracy": "accuracy", "f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman",
+    "exact_match": "EM",
+}  # fmt: skip
+
+Cell = dict[str, Any]
+
+
+def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], console: Console) -> Path:
+    """Write `table.md`, `cells.csv` and the calibration plots, and print the table.
+
+    Args:
+        out: Their folder.
+        cells: From `reproduce`.
+        tasks: By config name, the name of its task.
+        console: Where to print.
+    """
+    sections = []
+    for name, task_name in tasks.items():
+        mine = [cell for cell in cells if cell["name"] == name]
+        sections.append(section(name, find_task(task_name), mine))
+        _draw_calibration(out, find_task(task_name), mine)
+    write_csv(out / "cells.csv", [row for cell in cells for row in _csv_rows(cell)])
+    text = "\n".join(sections)
+    write_bytes(out / TABLE_FILE, text.encode())
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return out / TABLE_FILE
+
+
+def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
+    """Return the part of one config: the test set, what differs from soft, then shifted test sets."""
+    rows = list(dict.fromkeys(cell["row"] for cell in cells))
+    by_row = {row: {cell["seed"]: cell for cell in cells if cell["row"] == row} for row in rows}
+    main = task.metrics[0]
+    extra = SPREAD if task.kind == "regression" else UNCERTAINTY
+    header = ["variant", "seeds", *(f"{_NAMES[m]}, no draws" for m in task.metrics), f"{_NAMES[main]}, draws"]
+    header += [heading for heading, _, _ in extra.values()] + ["paper"]
+    lines = []
+    for row, found in by_row.items():
+        numbers = [_summary(found, "plain", "test", metric, 100.0, 2) for metric in task.metrics]
+        numbers.append(_summary(found, "drawn", "test", main, 100.0, 2))
+        numbers += [_summary(found, "best", "test", metric, *form[1:]) for metric, form in extra.items()]
+        lines.append([row, str(len(found)), *numbers, _paper(task, row)])
+    text = f"### {name}\n\n" + markdown(header, lines)
+    text += _against_soft(by_row, main, extra)
+    shifted = [split for split in next(iter(cells))["plain"]["splits"] if split not in ("validation", "test")]
+    return text + (_shifted(by_row, shifted, main) if shifted else "")
+
+
+def _values(found: dict[int, Cell], part: str, split: str, metric: str) -> dict[int, float] | None:
+    """Return a measure by seed; `best` is with draws where the row has them. None where some cell has no such measure."""
+    values = {}
+    for seed, cell in found.items():
+        source = (cell["drawn"] or cell["plain"]) if part == "best" else cell[part]
+        value = None if source is None else source["splits"].get(split, {}).get(metric)
+        if value is None:
+            return None
+        values[seed] = value
+    return values
+
+
+def _summary(found: dict[int, Cell], part: str, split: str, metric: str, scale: float, digits: int) -> str:
+    values = _values(found, part, split, metric)
+    return "–" if values is None else show(over_runs(list(values.values())), scale, digits)
+
+
+def _paper(task: Task, row: str) -> str:
+    if task.paper is None or row not in ("soft", "BAM-WC"):
+        return "–"
+    place = 0 if row == "soft" else 1
+    second = f"/{PAPER_F1[task.name][place]:.2f}" if task.name in PAPER_F1 else ""
+    return f"{task.paper[place]:.2f}{second}"
+
+
+def _against_soft(by_row: dict[str, dict[int, Cell]], main: str, extra: dict[str, tuple[str, float, int]]) -> str:
+    """Return the paired differences to soft attention without draws; empty where soft is not in the table."""
+    if "soft" not in by_row or len(by_row) < 2:
+        return ""
+    names = {main: (_NAMES[main], 100.0, 2)} | {metric: form for metric, form in extra.items() if metric != "pavpu_05"}
+    lines = []
+    for row, found in by_row.items():
+        if row == "soft":
+            continue
+        line = [row]
+        for metric, (_, scale, digits) in names.items():
+            ours, soft = _values(found, "best", "test", metric), _values(by_row["soft"], "plain", "test", metric)
+            if ours is None or soft is None:
+                line += ["–", "–"]
+                continue
+            compared = paired(ours, soft)
+            line += [show(compared.difference, scale, digits), show_p(compared.p_value)]
+        lines.append(line)
+    header = ["minus soft, paired", *(part for heading, _, _ in names.values() for part in (heading, "p"))]
+    return "\n" + markdown(header, lines)
+
+
+def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: str) -> str:
+    forms = {main: (_NAMES[main], 100.0, 2), "nll": ("NLL", 1.0, 3), "ece": ("ECE %", 100.0, 1)}
+    forms |= {"ood_auroc_entropy": ("OOD AUROC %", 100.0, 1), "ood_auroc_mutual_information": ("by MI %", 100.0, 1)}
+    lines = [
+        [split, row, *(_summary(found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items())]
+        for split in splits
+        for row, found in by_row.items()
+    ]
+    return "\n" + markdown(["shifted test set", "variant", *(form[0] for form in forms.values())], lines)
+
+
+def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
+    rows = []
+    for part in ("plain", "drawn"):
+        for split, metrics in (cell[part] or {"splits": {}})["splits"].items():
+            for metric, value in metrics.items():
+                rows.append(
+                    {"config": cell["name"], "variant": cell["row"], "seed": cell["seed"], "draws": part == "drawn"}
+                    | {"split": split, "metric": metric, "value": value}
+                )
+    return rows
+
+
+def _draw_calibration(out: Path, task: Task, cells: Sequence[Cell]) -> None:
+    """Draw one calibration plot a row, the predictions of all seeds together, on the test split."""
+    if task.kind == "regression":
+        return
+    for row in dict.fromkeys(cell["row"] for cell in cells):
+        confidence, accuracy = [], []
+        for cell in cells:
+            if cell["row"] == row:
+                split = read_predictions(cell["folder"]).splits["test"]
+                assert split.labels is not None
+                table = tabulate_predictions(split.samples[cell["method"]], split.labels)
+                confidence += table.confidence.tolist()
+                accuracy += table.accuracy.tolist()
+        name = next(iter(cells))["name"]
+        path = out / "calibration" / f"{name}-{row}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_reliability(torch.tensor(confidence), torch.tensor(accuracy), title=f"{name}, {row}").savefig(path)
