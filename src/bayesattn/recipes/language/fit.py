@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -98,7 +98,7 @@ class LogCallback(TrainerCallback):
             self._trained = {"train_nll": logs.get("nll", logs["loss"]), "train_kl": logs.get("kl", 0.0)}
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, float], model: PreTrainedModel, **kwargs: Any
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float], model: nn.Module, **kwargs: Any
     ) -> None:
         """Complete the row of an epoch."""
         row: dict[str, Any] = {

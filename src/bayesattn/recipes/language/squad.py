@@ -27,6 +27,8 @@ from bayesattn.recipes.language.tasks import Task
 MAX_ANSWER_TOKENS = 30
 NUM_CANDIDATES = 5
 STRIDE = 128
+# tokens of the paragraph that a window has to have room for
+MIN_ROOM = 8
 # articles of the dev file that make the test split where it is the only file, and of those left that make validation
 TEST_ARTICLES = {"1.1": 10, "2.0": 7}
 VALIDATION_ARTICLES = {"1.1": 5, "2.0": 4}
@@ -144,24 +146,28 @@ def windows(tokenizer: Any, questions: Sequence[Question], max_length: int) -> l
     """Cut every paragraph into windows of `max_length` tokens that overlap by `STRIDE`.
 
     The labels of a window are the first and last token of the first right answer, or token 0 (CLS) twice where the
-    window does not hold it.
+    window does not hold it. The cutting is done here: tokenizers that truncate before they overflow lose the end of a text.
     """
-    encoded = tokenizer(
-        [q.question for q in questions],
-        [q.context for q in questions],
-        truncation="only_second",
-        max_length=max_length,
-        stride=min(STRIDE, max_length // 4),
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-    )
     cut = []
-    for index, owner in enumerate(encoded["overflow_to_sample_mapping"]):
-        parts = encoded.sequence_ids(index)
-        offsets = [span if part == 1 else None for span, part in zip(encoded["offset_mapping"][index], parts)]
-        row = {name: encoded[name][index] for name in ("input_ids", "token_type_ids") if name in encoded}
-        start, end = _positions(questions[owner], offsets)
-        cut.append(Window({**row, "start_positions": start, "end_positions": end}, owner, offsets))
+    for owner, question in enumerate(questions):
+        encoded = tokenizer(question.question, question.context, return_offsets_mapping=True, verbose=False)
+        parts = encoded.sequence_ids()
+        if 1 not in parts:
+            raise ValueError(f"question {question.id!r} has a paragraph without a single token; allowed: a text")
+        first, last = parts.index(1), len(parts) - parts[::-1].index(1)
+        room = max_length - first - (len(parts) - last)
+        if room < MIN_ROOM:
+            raise ValueError(
+                f"question {question.id!r} leaves {room} of {max_length} tokens for its paragraph; allowed: at least {MIN_ROOM}"
+            )
+        # starts of the windows, up to the first that reaches the end
+        starts = range(first, max(last - room, first + 1), room - min(STRIDE, room // 2))
+        for begin in [*starts, *([] if starts[-1] + room >= last else [starts[-1] + starts.step])]:
+            kept = [*range(first), *range(begin, min(begin + room, last)), *range(last, len(parts))]
+            row = {name: [encoded[name][i] for i in kept] for name in ("input_ids", "token_type_ids") if name in encoded}
+            offsets = [tuple(encoded["offset_mapping"][i]) if parts[i] == 1 else None for i in kept]
+            start, end = _positions(question, offsets)
+            cut.append(Window({**row, "start_positions": start, "end_positions": end}, owner, offsets))
     return cut
 
 

@@ -1,0 +1,145 @@
+"""SQuAD: files, windows and their labels, and a distribution over answers that equals the one counted span by span."""
+
+import json
+
+import pytest
+import torch
+from data import shared_data
+from language_files import squad_article, write_squad
+
+from bayesattn.recipes.language import squad
+from bayesattn.recipes.language.model import tiny_tokenizer
+from bayesattn.recipes.language.squad import Question, answer, parse, right_class, score_windows, windows
+from bayesattn.recipes.language.tasks import TASKS
+
+
+def make_question(context="The box is dark blue and heavy.", text="dark blue", question="What colour?"):
+    answers = () if text is None else ((text, context.index(text)),)
+    return Question("q", question, context, answers, "T")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(["the box is dark blue and heavy . what colour ? light red"])
+
+
+def test_articles_are_not_shared_between_splits(tmp_path):
+    splits, note = squad.load(TASKS["squad1"], write_squad(tmp_path, articles=23))
+    titles = [{question.title for question in part} for part in splits.values()]
+    assert [len(part) for part in titles] == [8, 5, 10]
+    assert len(set.union(*titles)) == 23
+    assert note == "the 23 articles of the dev file, split 8/5/10"
+
+
+def test_training_file_leaves_the_dev_file_whole(tmp_path):
+    write_squad(tmp_path / "squad", articles=3)
+    articles = [squad_article(f"City{i}", [0]) for i in range(80)]
+    (tmp_path / "squad" / "train-v1.1.json").write_text(json.dumps({"data": articles}))
+    splits, note = squad.load(TASKS["squad1"], tmp_path)
+    assert len(splits["test"]) == 6
+    assert len(splits["train"]) + len(splits["validation"]) == 80
+    assert not note
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-20], "not JSON"),
+        (lambda text: text.replace('"data"', '"date"'), "has no 'data'"),
+        (lambda text: text.replace('"answer_start": 22', '"answer_start": 23'), "does not stand at character 23"),
+        (lambda text: text.replace("What colour is box 0?", " "), "question or context is empty"),
+        (lambda text: text.replace('"answers"', '"replies"'), "question 'Town0-0': 'answers' is missing"),
+    ],
+)
+def test_bad_file_is_an_error_that_says_where(change, message, tmp_path):
+    text = (write_squad(tmp_path, articles=1) / "dev-v1.1.json").read_text()
+    changed = change(text)
+    assert changed != text
+    with pytest.raises(ValueError, match=r"^dev\.json") as raised:
+        parse(changed, "dev.json")
+    assert message in str(raised.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"dev-v2\.0\.json was not found"):
+        squad.load(TASKS["squad2"], tmp_path)
+
+
+def test_labels_of_a_window_are_the_tokens_of_the_answer(tokenizer):
+    question = make_question()
+    (window,) = windows(tokenizer, [question], 64)
+    start, end = window.row["start_positions"], window.row["end_positions"]
+    assert tokenizer.convert_ids_to_tokens(window.row["input_ids"])[start : end + 1] == ["dark", "blue"]
+    assert question.context[window.offsets[start][0] : window.offsets[end][1]] == "dark blue"
+
+
+def test_long_paragraph_is_cut_into_windows_and_labelled_where_the_answer_is(tokenizer):
+    question = make_question(context="the box and " * 20 + "is light red", text="light red")
+    pieces = windows(tokenizer, [question], 32)
+    assert len(pieces) > 2
+    assert [piece.row["start_positions"] > 0 for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    covered = {offset for piece in pieces for span in piece.offsets if span for offset in range(*span)}
+    assert {i for i, letter in enumerate(question.context) if letter != " "} <= covered
+
+
+def test_unanswerable_question_points_at_the_first_token(tokenizer):
+    (window,) = windows(tokenizer, [make_question(text=None)], 64)
+    assert (window.row["start_positions"], window.row["end_positions"]) == (0, 0)
+
+
+@pytest.mark.parametrize("allows_none", [False, True])
+def test_distribution_over_answers_is_that_of_all_spans(tokenizer, allows_none, monkeypatch):
+    monkeypatch.setattr(squad, "MAX_ANSWER_TOKENS", 3)
+    question = make_question()
+    (window,) = windows(tokenizer, [question], 64)
+    length, draws = len(window.row["input_ids"]), 5
+    start, end = torch.randn(2, draws, 1, length)
+    allowed = torch.tensor([[span is not None for span in window.offsets]])
+    found = answer(question, [(window, score_windows(start, end, allowed)[0])], allows_none=allows_none)
+    scores = {
+        (i, j): (start[:, 0, i] + end[:, 0, j]).exp()
+        for i in range(length)
+        for j in range(i, min(i + 3, length))
+        if allowed[0, i] and allowed[0, j]
+    }
+    null = (start[:, 0, 0] + end[:, 0, 0]).exp()
+    total = sum(scores.values()) + (null if allows_none else 0.0)
+    texts = {span: question.context[window.offsets[span[0]][0] : window.offsets[span[1]][1]] for span in scores}
+    # float32 exponentials of sums, about 20 terms
+    for rank, text in enumerate(found.texts[: squad.NUM_CANDIDATES]):
+        expected = next(scores[span] for span in scores if texts[span] == text) / total
+        torch.testing.assert_close(found.probabilities[:, rank], expected, atol=1e-5, rtol=1e-4)
+    if allows_none:
+        torch.testing.assert_close(found.probabilities[:, -2], null / total, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.probabilities.sum(dim=1), torch.ones(draws))
+    best = max(scores, key=lambda span: float((start[:, 0, span[0]] + end[:, 0, span[1]]).mean()))
+    assert texts[best] in found.texts
+    assert found.probabilities.shape[1] == len(squad.class_names(allows_none=allows_none))
+
+
+def test_same_answer_in_two_windows_counts_once(tokenizer):
+    question = make_question()
+    (window,) = windows(tokenizer, [question], 64)
+    start = torch.full((1, 1, len(window.offsets)), -20.0)
+    end = start.clone()
+    start[..., window.row["start_positions"]] = end[..., window.row["end_positions"]] = 5.0
+    (scores,) = score_windows(start, end, torch.tensor([[span is not None for span in window.offsets]]))
+    found = answer(question, [(window, scores), (window, scores)], allows_none=False)
+    assert found.texts[0] == "dark blue"
+    # each window gives the span half of all mass
+    assert float(found.probabilities[0, 0]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_right_class_is_the_candidate_that_matches_after_normalisation():
+    found = squad.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0)
+    assert right_class(make_question(), found, allows_none=True) == 1
+    assert right_class(make_question(text=None), found, allows_none=True) == squad.NUM_CANDIDATES
+    assert right_class(make_question(text="heavy"), found, allows_none=True) == 6
+
+
+@pytest.mark.skipif(shared_data() is None, reason="the shared data folder is not there")
+@pytest.mark.parametrize(("name", "articles", "questions"), [("squad1", 48, 10_570), ("squad2", 35, 11_873)])
+def test_shared_files_are_whole(name, articles, questions):
+    splits, note = squad.load(TASKS[name], shared_data())
+    assert sum(map(len, splits.values())) == questions
+    assert note.startswith(f"the {articles} articles")
