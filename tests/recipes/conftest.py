@@ -5,7 +5,7 @@ from language_files import write_sentiment
 
 from bayesattn.cli import main
 
-TINY = ["encoder=tiny", "training.epochs=9", "training.steps=200", "training.learning_rate=2e-3", "max_length=24"]
+TINY = ["encoder=tiny", "training.steps=200", "training.learning_rate=2e-3", "max_length=24", "training.batch_size=16"]
 
 
 def call(*arguments):

@@ -101,7 +101,7 @@ def test_long_texts_are_counted_in_the_run(tmp_path, sentiment):
 
 def test_best_epoch_is_kept(sentiment):
     config = load_config(
-        "own", [*FEW, "training.keep=validation_loss", "training.learning_rate=3e-2", "training.steps=60", "training.warmup=0"]
+        "own", [*FEW, "training.keep=validation_loss", "training.learning_rate=3e-2", "training.steps=16", "training.warmup=0", "train_size=64"]
     )
     fitted = train_model(config, sentiment)
     rows = fitted.log.rows

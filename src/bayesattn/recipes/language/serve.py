@@ -114,12 +114,13 @@ class Classifier:
         found = self.predictor.answers(split, self.method, self.num_samples, self.seed)
         samples = torch.stack([answer.probabilities for answer in found], dim=1)
         # "another answer" is no answer to give
-        names = [answer.texts for answer in found]
-        return self._classes(samples[:, :, :-1], names, [False] * len(inputs))
+        return self._classes(samples[:, :, :-1], [answer.texts for answer in found], [False] * len(inputs))
 
     def _classes(self, samples: Tensor, names: list[list[str]], truncated: list[bool]) -> list[Served]:
         mean = samples.mean(dim=0)
-        p_values = top_two_p_value(samples).tolist() if len(samples) > 1 else [None] * len(mean)
+        # the candidates of a question leave out the rest of its distribution, so they do not add up to 1
+        task = "multilabel" if self.run.task.kind == "spans" else "multiclass"
+        p_values = top_two_p_value(samples, task=task).tolist() if len(samples) > 1 else [None] * len(mean)
         served = []
         for row, labels, p_value, cut in zip(mean, names, p_values, truncated):
             best = int(row.argmax())

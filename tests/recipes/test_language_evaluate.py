@@ -1,0 +1,272 @@
+"""Evaluation of language runs: methods, shifts, metrics that add up; serving; all from the run folder."""
+
+import io
+import json
+
+import pytest
+import torch
+from conftest import call
+from data import shared_data
+from language_files import GLUE, write_glue, write_squad
+
+from bayesattn.recipes.language import serve, shifts
+from bayesattn.recipes.language.data import Example
+from bayesattn.recipes.language.evaluate import Predictor, available_methods, measure_run, predict_run
+from bayesattn.recipes.language.metrics import f1, pearson
+from bayesattn.recipes.language.prepare import Split
+from bayesattn.recipes.language.shifts import character_noise, shifted_splits, word_noise
+from bayesattn.recipes.language.tasks import TASKS
+from bayesattn.recipes.language.train import load_config, load_run, make_collator, train_run
+from bayesattn.runs import read_predictions, write_predictions
+
+FEW = ["encoder=tiny", "training.steps=3", "max_length=40"]
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from all of them"
+
+
+def predictor(run):
+    return Predictor(run.model, run.task, run.config, make_collator(run.config, run.tokenizer), run.class_names)
+
+
+def test_evaluate_writes_metrics_of_every_split(bayesian_run, capsys):
+    assert call("evaluate", bayesian_run, "--samples", 3, "--noise", "1", "--resamples", 10) == 0
+    measured = json.loads((bayesian_run / "metrics.json").read_text())
+    assert list(measured["methods"]) == ["mean", "attention"]
+    splits = measured["methods"]["attention"]["splits"]
+    assert list(splits) == ["validation", "test", "characters-1", "words-1"]
+    values = splits["test"]["metrics"]
+    assert {"accuracy", "nll", "ece", "pavpu_05", "aurc"} <= values.keys()
+    assert values["accuracy"]["value"] > 0.9
+    # noise takes the deciding word away in about one text of five
+    assert splits["words-1"]["metrics"]["accuracy"]["value"] < values["accuracy"]["value"]
+    assert "characters-1" in capsys.readouterr().out
+
+
+def test_predictions_do_not_depend_on_the_order_of_rows(bayesian_run):
+    run = load_run(bayesian_run)
+    texts = [("the film was warm",), ("a dull plot",), ("superb " * 9,)]
+    rows = serve.encode(run.tokenizer, texts, 24).rows
+    forward = predictor(run).draw(Split(rows), "mean", 2, 0)
+    backward = predictor(run).draw(Split(rows[::-1]), "mean", 2, 0)
+    # padding changes the order of summation, nothing else
+    torch.testing.assert_close(forward, backward.flip(1), atol=1e-6, rtol=1e-5)
+
+
+def test_mc_dropout_of_a_soft_model_drops_attention_weights(soft_run):
+    run = load_run(soft_run)
+    rows = serve.encode(run.tokenizer, [("the film was warm",)], 24).rows
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for layer in run.model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    drawn = predictor(run).draw(Split(rows), "dropout", 4, 0)
+    assert float(drawn.std(dim=0).max()) > 0.0
+    assert torch.equal(drawn, predictor(run).draw(Split(rows), "dropout", 4, 0))
+    assert not torch.equal(drawn, predictor(run).draw(Split(rows), "dropout", 4, 1))
+
+
+def test_methods_follow_from_the_attention(bayesian_run, soft_run):
+    for folder, expected in ((bayesian_run, ["mean", "attention", "attention+dropout"]), (soft_run, ["mean", "dropout", "post-hoc"])):
+        run = load_run(folder)
+        assert available_methods(run.config, run.model) == expected
+
+
+def test_post_hoc_noise_is_tuned_and_taken_back(soft_run):
+    found = predict_run(soft_run, num_samples=2, noise=(0.0,), methods=["post-hoc", "mean"])
+    drawn = found.splits["test"].samples["post-hoc"]
+    assert drawn.shape[0] == 2
+    assert float((drawn[0] - drawn[1]).abs().max()) > 0.0
+    # what is drawn after it without noise is the soft model again
+    alone = predict_run(soft_run, num_samples=2, noise=(0.0,), methods=["mean"])
+    assert torch.equal(found.splits["test"].samples["mean"], alone.splits["test"].samples["mean"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": ["attention"]}, "method is 'attention'; allowed for this run: mean, dropout, post-hoc"),
+        ({"num_samples": 1}, "num_samples is 1; allowed"),
+        ({"noise": (-1.0,)}, "noise is -1.0; allowed: 0 to 5"),
+    ],
+)
+def test_bad_option_of_evaluation_is_an_error(options, message, soft_run):
+    with pytest.raises(ValueError, match="allowed") as raised:
+        predict_run(soft_run, **options)
+    assert message in str(raised.value)
+
+
+def measured_run(config, folder, data, noise=(0.0,)):
+    train_run(load_config(config, FEW), folder, data=data)
+    write_predictions(folder, predict_run(folder, num_samples=3, noise=noise))
+    return measure_run(folder, num_resamples=5)
+
+
+def test_f1_and_interval_are_those_of_the_predictions(tmp_path):
+    header, *rows = GLUE["MRPC/train.tsv"].splitlines()
+    many = "\n".join([header, *(row.replace(" .", f" {i} .") for i in range(9) for row in rows)])
+    write_glue(tmp_path / "data", {"MRPC/train.tsv": many, "MRPC/dev.tsv": many})
+    measured = measured_run("mrpc", tmp_path / "run", tmp_path / "data")
+    split = read_predictions(tmp_path / "run").splits["test"]
+    value = measured["methods"]["attention"]["splits"]["test"]["metrics"]["f1"]
+    assert value["value"] == pytest.approx(f1(split.samples["attention"].mean(dim=0).argmax(dim=1), split.labels))
+    assert value["low"] <= value["value"] <= value["high"]
+
+
+def test_regression_is_measured_by_correlations_and_spread(tmp_path):
+    header = GLUE["STS-B/dev.tsv"].splitlines()[0]
+    rows = [f"{i}\tg\tf\t2012\t1\tn\tn\tA man {i}.\tA dog {i % 3}.\t{i % 6}" for i in range(30)]
+    text = "\n".join([header, *rows])
+    write_glue(tmp_path / "data", {"STS-B/train.tsv": text, "STS-B/dev.tsv": text})
+    measured = measured_run("stsb", tmp_path / "run", tmp_path / "data")
+    split = read_predictions(tmp_path / "run").splits["test"]
+    values = measured["methods"]["attention"]["splits"]["test"]["metrics"]
+    predicted = split.samples["attention"].double().mean(dim=0)[:, 0]
+    assert values["pearson"]["value"] == pytest.approx(pearson(predicted, split.labels.double()))
+    assert values["mean_deviation"]["value"] > 0.0
+    assert measured["methods"]["mean"]["splits"]["test"]["metrics"]["mean_deviation"]["value"] == 0.0
+    served = serve.load(tmp_path / "run", num_samples=3)("A man.", "A dog.")
+    assert served.probability is None
+    assert served.deviation > 0.0
+
+
+@pytest.fixture(scope="module")
+def squad_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("squad")
+    write_squad(folder, "1.1", articles=17)
+    write_squad(folder, "2.0", articles=13, impossible=(1,))
+    runs = {name: folder / name for name in ("squad1", "squad2")}
+    return runs, {name: measured_run(name, run, folder, (1.0,)) for name, run in runs.items()}
+
+
+def test_answers_are_measured_by_exact_match_and_f1(squad_runs):
+    runs, measured = squad_runs
+    values = measured["squad1"]["methods"]["attention"]["splits"]["test"]
+    answers = json.loads((runs["squad1"] / "answers.json").read_text())["splits"]["test"]["attention"]
+    assert values["num_examples"] == len(answers) == 20
+    assert values["metrics"]["f1"]["value"] == pytest.approx(sum(a["f1"] for a in answers) / 20)
+    assert {"exact_match", "nll", "ece", "aurc"} <= values["metrics"].keys()
+
+
+def test_unanswerable_questions_are_out_of_distribution_for_squad_1(squad_runs):
+    splits = squad_runs[1]["squad1"]["methods"]["attention"]["splits"]
+    assert "ood_auroc_entropy" in splits["unanswerable"]["metrics"]
+    # one of two questions in each of seven articles
+    assert splits["unanswerable"]["num_examples"] == 7
+    assert "exact_match" not in splits["unanswerable"]["metrics"]
+
+
+def test_no_answer_threshold_is_chosen_on_validation(squad_runs):
+    splits = squad_runs[1]["squad2"]["methods"]["mean"]["splits"]
+    thresholds = {values["metrics"]["exact_match"]["null_threshold"] for values in splits.values()}
+    assert len(thresholds) == 1
+    # half of the questions have no answer, and leaving all is always possible
+    assert splits["validation"]["metrics"]["exact_match"]["value"] >= 0.5
+
+
+def test_question_is_answered_from_its_paragraph(squad_runs):
+    context = "In Town1 the box 7 is dark blue and it is heavy."
+    served = serve.load(squad_runs[0]["squad1"], num_samples=3)("What colour is box 7?", context)
+    assert served.label in context
+    assert served.label
+    assert 0.0 < served.probability < 1.0
+
+
+def test_noise_has_the_strength_asked_for():
+    texts = [f"{TEXT} {i}" for i in range(200)]
+    changed = [character_noise(text, 1.0) for text in texts]
+    assert changed != texts
+    assert [character_noise(text, 1.0) for text in texts] == changed
+    assert character_noise(TEXT, 0.0) == TEXT
+    # words that are changed at a fifth: of 15 words the first stays as first with probability 0.8 plus doubling's 0.05
+    kept = sum(word_noise(text, 1.0, ["zzz"]).split()[0] == "the" for text in texts) / 200
+    # standard error 0.025; five of them
+    assert abs(kept - 0.85) < 0.13
+
+
+def test_noise_never_empties_a_text():
+    assert all(character_noise(letter, 5.0).strip() and word_noise(letter, 5.0, ["b"]).strip() for letter in "abcdefghij")
+
+
+def test_question_keeps_its_paragraph_under_noise(tmp_path):
+    questions = shifts.squad.load(TASKS["squad1"], write_squad(tmp_path))[0]["test"]
+    noisy = shifts.noisy(questions, "characters", 3.0)
+    assert [q.context for q in noisy] == [q.context for q in questions]
+    assert any(a.question != b.question for a, b in zip(noisy, questions))
+
+
+def test_related_and_foreign_texts_are_found(tmp_path):
+    write_glue(tmp_path)
+    (tmp_path / "reviews.tsv").write_text("sentence\tlabel\nA long review .\t1\n")
+    test = [Example(("so good", "so so"), 1)]
+    assert shifted_splits(TASKS["mrpc"], test, (1.0,), tmp_path)["qqp"] == [Example(("Why?", "How come?"), 1)]
+    assert shifted_splits(TASKS["qqp"], test, (1.0,), tmp_path)["mrpc"][0].label == 0
+    # three classes become two: only entailment is entailment
+    assert shifted_splits(TASKS["rte"], test, (1.0,), tmp_path)["mnli"] == [Example(("E.", "F."), 0)]
+    found = shifted_splits(TASKS["sst2"], test, (1.0,), tmp_path)
+    assert found["foreign-cola"] == [Example(("Stayed she.",), None)]
+    assert found["reviews"] == [Example(("A long review .",), 1)]
+    assert shifted_splits(TASKS["sst2"], test, (0.0,), tmp_path) == {}
+
+
+def test_task_without_related_data_has_noise_only(tmp_path):
+    found = shifted_splits(TASKS["mrpc"], [Example(("a b", "c d"), 1)], (0.5, 0.0), tmp_path)
+    assert list(found) == ["characters-0.5", "words-0.5"]
+
+
+def test_three_lines_of_python_answer(bayesian_run):
+    model = serve.load(bayesian_run)
+    served = model("the music was superb")
+    assert (served.label, served.trust) == ("good", True)
+    assert served.probability == max(served.probabilities.values())
+    assert served == model("the music was superb")
+
+
+def test_predict_prints_label_probability_p_value_and_trust(bayesian_run, capsys):
+    assert call("predict", bayesian_run, "--text", "a dull plot", "--samples", 5) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("bad  probability 0.")
+    assert "p-value" in shown
+    assert shown.rstrip().endswith("trust")
+
+
+def test_predict_reads_json_lines_from_standard_input(bayesian_run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"text": "a dull plot"}\n\n{"text": "warm music"}\n'))
+    assert call("predict", bayesian_run, "--samples", 3) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["label"] for row in rows] == ["bad", "good"]
+    assert rows[0]["truncated"] is False
+
+
+def test_predict_reads_files_and_says_what_was_cut(bayesian_run, capsys, tmp_path):
+    (tmp_path / "texts.txt").write_text("a dull plot\n" + "superb " * 50 + "\n")
+    assert call("predict", bayesian_run, "--file", tmp_path / "texts.txt", "--samples", 3) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["truncated"] for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "stdin", "message"),
+    [
+        (["--text", " "], "", "input 1 is (' ',); allowed for task 'own': 1 text that is not empty"),
+        (["--text", "a", "--second", "b"], "", "input 1 is ('a', 'b'); allowed for task 'own': 1 text"),
+        (["--second", "b"], "", "--second is given without --text"),
+        (["--text", "a", "--file", "x"], "", "both --text and --file are given"),
+        (["--file", "nowhere.txt"], "", "nowhere.txt"),
+        (["--text", "a", "--threshold", "2"], "", "threshold is 2.0; allowed: 0 to 1"),
+        (["--text", "a", "--method", "dropout"], "", "method is 'dropout'; allowed for this run: mean, attention"),
+        ([], '{"text": "a"}\n{"text": 3}\n', "line 2 is"),
+        ([], "{\n", "line 1: not JSON"),
+    ],
+)
+def test_bad_input_of_predict_is_one_line(options, stdin, message, bayesian_run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    assert call("predict", bayesian_run, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(shared_data() is None, reason="the shared data folder is not there")
+def test_mrpc_of_the_shared_data_has_qqp_as_its_shift():
+    found = shifted_splits(TASKS["mrpc"], [], (1.0,), shared_data())
+    assert len(found["qqp"]) == 650
