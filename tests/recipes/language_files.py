@@ -1,9 +1,20 @@
-"""Small files in the formats that GLUE and SQuAD are distributed in, and a task of one's own that a tiny model can learn."""
+"""Small files in the formats of GLUE and SQuAD, a task that a tiny model can learn, and runs that learned it."""
 
+import atexit
 import io
 import json
 import random
+import shutil
 import tarfile
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bayesattn.cli import main
+
+TINY = ["encoder=tiny", "training.steps=200", "training.learning_rate=2e-3", "max_length=24", "training.batch_size=16"]
 
 # one row each is enough for a format; quotation marks do not match, as in the originals
 GLUE = {
@@ -12,7 +23,7 @@ GLUE = {
     "MRPC/train.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
     '1\t7\t8\t" Fine , he said .\tHe said it was fine .\n0\t9\t10\tA dog ran .\tA cat sat .\n1\t1\t2\tUp .\tUpward .\n',
     "MRPC/dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t3\t4\tOne \" two .\tThree .\n",
-    "RTE/train.tsv": "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\tentailment\n1\tC.\tD.\tnot_entailment\n2\tE.\tF.\tentailment\n",
+    "RTE/train.tsv": "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\tentailment\n1\tC.\tD.\tnot_entailment\n",
     "RTE/dev.tsv": "index\tsentence1\tsentence2\tlabel\n0\tG.\tH.\tnot_entailment\n",
     "STS-B/train.tsv": "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
     "0\tg\tf\t2012\t1\tn\tn\tA.\tB.\t5.000\n1\tg\tf\t2012\t2\tn\tn\tC.\tD.\t0.250\n",
@@ -92,4 +103,33 @@ def write_squad(folder, version="1.1", articles=17, paragraphs=2, *, impossible=
     folder.mkdir(parents=True, exist_ok=True)
     data = [squad_article(f"Town{i}", range(paragraphs), impossible=impossible) for i in range(articles)]
     (folder / f"dev-v{version}.json").write_text(json.dumps({"version": version, "data": data}))
+    return folder
+
+
+def call(*arguments):
+    """Run the command line and return its exit code."""
+    with pytest.raises(SystemExit) as exited:
+        main([str(argument) for argument in arguments])
+    return exited.value.code
+
+
+@cache
+def shared_folder():
+    """A folder for what several files of tests look at, removed when Python ends."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def sentiment_data():
+    return write_sentiment(shared_folder() / "data")
+
+
+@cache
+def trained(variant):
+    """A run of 200 steps of a tiny model on the sentiments, trained once, through the command line."""
+    folder = shared_folder() / variant
+    options = [f"--set={setting}" for setting in (*TINY, f"attention.variant={variant}")]
+    assert call("train", "language", "--config", "own", "--data", sentiment_data(), "--out", folder, *options) == 0
     return folder

@@ -6,13 +6,13 @@ import types
 from collections import Counter
 
 import pytest
-from data import shared_data
 from language_files import GLUE, write_archive, write_glue, write_sentiment
 
 from bayesattn.recipes.language import data
 from bayesattn.recipes.language.data import Example, from_rows, hold_out, load, read_examples, split_by
 from bayesattn.recipes.language.files import parse_rows
 from bayesattn.recipes.language.tasks import TASKS, find_task
+from data import shared_data
 
 NAMES = ("cola", "mrpc", "rte", "stsb", "sst2", "qnli", "qqp", "mnli", "wnli")
 needs_data = pytest.mark.skipif(shared_data() is None, reason="the shared data folder is not there")
@@ -100,7 +100,7 @@ def test_bytes_that_are_not_text_are_an_error_with_their_line(tmp_path):
 def test_broken_archive_is_an_error(tmp_path):
     path = tmp_path / "glue.tar.xz"
     path.write_bytes(write_archive(tmp_path / "whole.tar.xz").read_bytes()[:300])
-    with pytest.raises(ValueError, match="cannot be read as a tar.xz archive"):
+    with pytest.raises(ValueError, match="cannot be read as a tar"):
         load("wnli", tmp_path)
 
 
@@ -143,7 +143,9 @@ def test_equal_keys_land_on_the_same_side():
 
 
 def test_own_texts_bring_their_classes(tmp_path):
-    (tmp_path / "train.tsv").write_text("label\tbody\ttitle\n" + "".join(f"{'zab'[i % 3]}\tb {i}\tt {i}\n" for i in range(60)))
+    (tmp_path / "train.tsv").write_text(
+        "label\tbody\ttitle\n" + "".join(f"{'zab'[i % 3]}\tb {i}\tt {i}\n" for i in range(60))
+    )
     read = load("own", tmp_path)
     assert read.class_names == ("a", "b", "z")
     assert all(len(example.texts) == 2 for example in read.splits["train"])
@@ -243,7 +245,8 @@ def test_subset_of_mnli_shares_no_premise_between_splits():
 def test_subset_of_qqp_shares_no_pair_between_splits():
     read = load("qqp", shared_data())
     pairs = [{frozenset(example.texts) for example in part} for part in read.splits.values()]
-    assert not (pairs[0] & pairs[1] or pairs[0] & pairs[2] or pairs[1] & pairs[2])
+    assert not pairs[0] & (pairs[1] | pairs[2])
+    assert not pairs[1] & pairs[2]
     assert sum(map(len, read.splits.values())) == 6493
 
 

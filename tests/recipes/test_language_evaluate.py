@@ -5,9 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import call
-from data import shared_data
-from language_files import GLUE, write_glue, write_squad
+from language_files import GLUE, call, trained, write_glue, write_squad
 
 from bayesattn.recipes.language import serve, shifts
 from bayesattn.recipes.language.data import Example
@@ -18,9 +16,20 @@ from bayesattn.recipes.language.shifts import character_noise, shifted_splits, w
 from bayesattn.recipes.language.tasks import TASKS
 from bayesattn.recipes.language.train import load_config, load_run, make_collator, train_run
 from bayesattn.runs import read_predictions, write_predictions
+from data import shared_data
 
 FEW = ["encoder=tiny", "training.steps=3", "max_length=40"]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from all of them"
+
+
+@pytest.fixture
+def bayesian_run():
+    return trained("BAM-WC")
+
+
+@pytest.fixture
+def soft_run():
+    return trained("soft")
 
 
 def predictor(run):
@@ -66,7 +75,10 @@ def test_mc_dropout_of_a_soft_model_drops_attention_weights(soft_run):
 
 
 def test_methods_follow_from_the_attention(bayesian_run, soft_run):
-    for folder, expected in ((bayesian_run, ["mean", "attention", "attention+dropout"]), (soft_run, ["mean", "dropout", "post-hoc"])):
+    for folder, expected in (
+        (bayesian_run, ["mean", "attention", "attention+dropout"]),
+        (soft_run, ["mean", "dropout", "post-hoc"]),
+    ):
         run = load_run(folder)
         assert available_methods(run.config, run.model) == expected
 

@@ -5,13 +5,13 @@ import lzma
 import pytest
 import torch
 import transformers as hf
-from data import shared_data
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize, report
 from bayesattn.recipes.language import model as encoders
 from bayesattn.recipes.language.features import Collator, encode
 from bayesattn.recipes.language.train import CONFIGS, load_config
+from data import shared_data
 
 SOFT = ba.AttentionConfig("soft")
 
@@ -70,14 +70,14 @@ def test_missing_tokenizer_is_an_error(packed):
     folder, _ = packed
     for name in ("tokenizer.json", "vocab.txt"):
         (folder / name).unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="has no tokenizer; allowed: a folder with one of tokenizer.json"):
+    with pytest.raises(ValueError, match="has no tokenizer; allowed: a folder with one of"):
         encoders.load_tokenizer(str(folder), list)
 
 
 def test_broken_tokenizer_is_an_error(packed):
     folder, _ = packed
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="tokenizer of .* cannot be loaded"):
+    with pytest.raises(ValueError, match=r"tokenizer of .* cannot be loaded"):
         encoders.load_tokenizer(str(folder), list)
 
 
@@ -90,7 +90,8 @@ def test_weights_that_do_not_fit_are_named(packed):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("e5-small", "encoder_e5_small_hf is not in the data folder"), ("./nowhere", "which is not a folder")]
+    ("name", "message"),
+    [("e5-small", "encoder_e5_small_hf is not in the data folder"), ("./nowhere", "which is not a folder")],
 )
 def test_encoder_that_is_not_there_is_an_error(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -108,7 +109,7 @@ def test_dropout_rates_reach_the_layers():
 
 
 def test_rate_that_an_encoder_does_not_have_is_an_error():
-    with pytest.raises(ValueError, match="classifier_dropout is 0.1, but a gpt2 encoder has no such rate"):
+    with pytest.raises(ValueError, match="but a gpt2 encoder has no such rate"):
         encoders.set_up(hf.GPT2Config(), "classification", 2, {"classifier_dropout": 0.1})
 
 
@@ -166,7 +167,10 @@ def test_albert_configs_have_the_papers_settings(name, rate, batch, dropout, ste
         (["max_length=600"], "max_length is 600; allowed: 8 to 512"),
         (["dropout=1.5"], "dropout is 1.5; allowed: from 0 to below 1"),
         (["task=glue"], "task is 'glue'; allowed: cola"),
-        (["training.keep=validation_f2"], "training.keep is 'validation_f2'; allowed: 'last', 'validation_loss', 'validation_acc"),
+        (
+            ["training.keep=validation_f2"],
+            "training.keep is 'validation_f2'; allowed: 'last', 'validation_loss', 'validation_acc",
+        ),
         (["training.steps=0"], "steps is 0; allowed"),
         (["training.learning_rate=0"], "learning_rate is 0.0; allowed"),
         (["training.compile=fast"], "training.compile is 'fast'; allowed: 'off'"),
@@ -205,7 +209,9 @@ def test_e5_small_loads_and_tells_sentences_apart():
     where = encoders.find_encoder("e5-small", shared_data())
     tokenizer = encoders.load_tokenizer(where, list)
     config = encoders.set_up(encoders.encoder_config(where, tokenizer), "classification", 2, {})
-    model = encoders.load_pretrained(where, config, "classification", ba.AttentionConfig("BAM-WC", prior_hidden_dim=5)).eval()
+    model = encoders.load_pretrained(
+        where, config, "classification", ba.AttentionConfig("BAM-WC", prior_hidden_dim=5)
+    ).eval()
     encoded = encode(tokenizer, [("A man plays the guitar.",), ("A man is playing guitar.",), ("Stocks fell.",)], 64)
     batch = Collator(tokenizer.pad_token_id)(encoded.rows)
     with torch.no_grad():

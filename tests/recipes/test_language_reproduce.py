@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from conftest import call
+from language_files import call, sentiment_data
 from rich.console import Console
 
 from bayesattn.recipes.language import reproduce as reproducing
@@ -17,6 +17,11 @@ from bayesattn.runs import RunError
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
 CONSOLE = Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def sentiment():
+    return sentiment_data()
 
 
 def run_table(out, sentiment, variants, num_seeds=1, settings=TINY, **options):
@@ -139,6 +144,8 @@ def test_unknown_names_are_errors(options, message, tmp_path, capsys):
 def test_option_that_a_recipe_does_not_take_is_an_error(capsys, monkeypatch):
     from bayesattn import recipes
 
-    monkeypatch.setattr(recipes, "load", lambda recipe, part: type("Module", (), {"reproduce": staticmethod(lambda names: None)}))
+    monkeypatch.setattr(
+        recipes, "load", lambda recipe, part: type("Module", (), {"reproduce": staticmethod(lambda names: None)})
+    )
     assert call("reproduce", "digits", "--jobs", 2) == 2
     assert "recipe 'digits' does not take jobs" in capsys.readouterr().err

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from data import shared_data
 from language_files import squad_article, write_squad
 
 from bayesattn.recipes.language import squad
 from bayesattn.recipes.language.model import tiny_tokenizer
 from bayesattn.recipes.language.squad import Question, answer, parse, right_class, score_windows, windows
 from bayesattn.recipes.language.tasks import TASKS
+from data import shared_data
 
 
 def make_question(context="The box is dark blue and heavy.", text="dark blue", question="What colour?"):

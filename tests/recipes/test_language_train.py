@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import call
-from language_files import write_glue, write_sentiment, write_squad
+from language_files import call, sentiment_data, trained, write_glue, write_sentiment, write_squad
 
 from bayesattn.recipes.language import fit as fitting
 from bayesattn.recipes.language.fit import LanguageTraining, LogCallback, SpanTrainer, training_arguments
@@ -13,7 +12,23 @@ from bayesattn.recipes.language.tasks import TASKS
 from bayesattn.recipes.language.train import load_config, load_run, prepare_run, train_model, train_run
 from bayesattn.runs import RunError, read_run
 
+HEADER = "sentence\tlabel\n"
 FEW = ["encoder=tiny", "training.steps=3", "max_length=24"]
+
+
+@pytest.fixture
+def sentiment():
+    return sentiment_data()
+
+
+@pytest.fixture
+def bayesian_run():
+    return trained("BAM-WC")
+
+
+@pytest.fixture
+def soft_run():
+    return trained("soft")
 
 
 def log_of(run):
@@ -71,9 +86,13 @@ def test_run_without_its_tokenizer_is_an_error(soft_run, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "settings", "message"),
     [
-        (lambda f: (f / "train.tsv").write_text("sentence\tlabel\nA.\tgood\nB.\tbad\textra\nC.\tbad\n"), [], "line 3: has 3 fields"),
-        (lambda f: (f / "dev.tsv").write_text("sentence\tlabel\nA.\tnice\n"), [], "label is 'nice'; allowed: 'bad', 'good'"),
-        (lambda f: (f / "dev.tsv").write_text("sentence\tlabel\n\tgood\n"), [], "line 2: sentence is empty"),
+        (
+            lambda f: (f / "train.tsv").write_text(HEADER + "A.\tgood\nB.\tbad\tx\nC.\tbad\n"),
+            [],
+            "line 3: has 3 fields",
+        ),
+        (lambda f: (f / "dev.tsv").write_text(HEADER + "A.\tnice\n"), [], "label is 'nice'; allowed: 'bad', 'good'"),
+        (lambda f: (f / "dev.tsv").write_text(HEADER + "\tgood\n"), [], "line 2: sentence is empty"),
         (lambda f: (f / "train.tsv").unlink(), [], "holds no train.tsv"),
         (lambda f: None, ["encoder=e5-small"], "encoder_e5_small_hf is not in the data folder"),
         (lambda f: (f / "encoder").mkdir(), ["encoder=FOLDER/encoder"], "has no tokenizer"),
@@ -101,7 +120,15 @@ def test_long_texts_are_counted_in_the_run(tmp_path, sentiment):
 
 def test_best_epoch_is_kept(sentiment):
     config = load_config(
-        "own", [*FEW, "training.keep=validation_loss", "training.learning_rate=3e-2", "training.steps=16", "training.warmup=0", "train_size=64"]
+        "own",
+        [
+            *FEW,
+            "training.keep=validation_loss",
+            "training.learning_rate=3e-2",
+            "training.steps=16",
+            "training.warmup=0",
+            "train_size=64",
+        ],
     )
     fitted = train_model(config, sentiment)
     rows = fitted.log.rows
@@ -169,6 +196,12 @@ def test_regression_trains(variant, tmp_path):
 
 def test_questions_train_and_their_loss_falls(tmp_path):
     write_squad(tmp_path, articles=30, paragraphs=6)
-    settings = ["encoder=tiny", "training.steps=60", "max_length=40", "training.learning_rate=3e-3", "training.group_by_length=false"]
+    settings = [
+        "encoder=tiny",
+        "training.steps=50",
+        "max_length=40",
+        "training.learning_rate=3e-3",
+        "training.group_by_length=false",
+    ]
     rows = train_model(load_config("squad1", settings), tmp_path).log.rows
     assert rows[-1]["train_nll"] < 0.7 * rows[0]["train_nll"]

@@ -15,9 +15,12 @@ def register(app: typer.Typer) -> None:
     def predict(
         run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a recipe that serves, such as language.")],
         text: Annotated[str | None, typer.Option(help="The text, or the question.")] = None,
-        second: Annotated[str | None, typer.Option(help="The second text of a pair, or the paragraph of a question.")] = None,
+        second: Annotated[
+            str | None, typer.Option(help="The second text of a pair, or the paragraph of a question.")
+        ] = None,
         file: Annotated[
-            Path | None, typer.Option(help="One input a line: JSON objects in a .jsonl file, else text, a tab before a second.")
+            Path | None,
+            typer.Option(help="One input a line: JSON objects in a .jsonl file, else text, a tab before a second."),
         ] = None,
         samples: Annotated[int, typer.Option(min=2, help="Draws per answer.")] = 20,
         threshold: Annotated[float, typer.Option(help="An answer is trusted if its p-value is at most this.")] = 0.05,

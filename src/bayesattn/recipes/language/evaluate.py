@@ -224,7 +224,9 @@ class Predictor:
             start, end = self._outputs(batch, method, num_samples, seed + number).unbind(dim=2)
             windows = [split.windows[i] for i in indices]
             length = start.shape[-1]
-            allowed = torch.tensor([[span is not None for span in w.offsets] + [False] * (length - len(w.offsets)) for w in windows])
+            allowed = torch.tensor(
+                [[span is not None for span in w.offsets] + [False] * (length - len(w.offsets)) for w in windows]
+            )
             for window, scores in zip(windows, squad.score_windows(start, end, allowed.to(start.device))):
                 pieces[window.owner].append((window, scores))
         return [squad.answer(q, found, allows_none=allows_none(self.task)) for q, found in zip(split.questions, pieces)]
@@ -336,9 +338,7 @@ def _null_threshold(records: list[dict[str, Any]]) -> float:
     return max(threshold, -1e9)
 
 
-def _answer_metrics(
-    records: list[dict[str, Any]], threshold: float | None, num_resamples: int
-) -> dict[str, dict[str, Any]]:
+def _answer_metrics(records: list[dict[str, Any]], threshold: float | None, num_resamples: int) -> dict[str, dict[str, Any]]:
     columns = torch.tensor([[_score(record, name, threshold) for name in ("exact_match", "f1")] for record in records])
     ends: list[Any] = [(None, None)] * 2
     if num_resamples:
@@ -360,7 +360,8 @@ def _regression_result(run: dict[str, Any], predictions: Predictions, num_resamp
     methods = {}
     for method in predictions.methods:
         splits = {
-            name: {"num_examples": split.samples[method].shape[1], "metrics": {}} for name, split in predictions.splits.items()
+            name: {"num_examples": split.samples[method].shape[1], "metrics": {}}
+            for name, split in predictions.splits.items()
         }
         num_samples = next(iter(predictions.splits.values())).samples[method].shape[0]
         methods[method] = {"num_samples": num_samples, "temperature": None, "splits": splits}

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 # label fields; everything else of a row is padded to the longest of its batch
 SCALARS = ("labels", "start_positions", "end_positions")
@@ -18,8 +17,7 @@ class Encoded:
 
     Attributes:
         rows: Token ids (and types, where the encoder has them) of every text.
-        num_truncated: How many were longer than allowed and lost their end.
-        truncated: Which ones.
+        truncated: Which ones were longer than allowed and lost their end.
     """
 
     rows: list[dict[str, Any]]
@@ -31,7 +29,7 @@ class Encoded:
         return sum(self.truncated)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, ...]], max_length: int) -> Encoded:
+def encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], max_length: int) -> Encoded:
     """Tokenise texts or pairs; of what is longer than `max_length` tokens the longer text of a pair is cut first."""
     if not texts:
         return Encoded([], [])
@@ -71,7 +69,9 @@ class Collator:
             for name, fill in (("input_ids", self.pad_id), ("token_type_ids", 0))
             if name in rows[0]
         }
-        batch["attention_mask"] = torch.tensor([[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows])
+        batch["attention_mask"] = torch.tensor(
+            [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
+        )
         return batch | {name: torch.tensor([row[name] for row in rows]) for name in SCALARS if name in rows[0]}
 
 

@@ -40,7 +40,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "spiece.model", "sentencepiece
 # a folder named here keeps decompressed weights between processes; without it they are decompressed into memory
 CACHE_VARIABLE = "BAYESATTN_CACHE"
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 512,
 }  # fmt: skip
@@ -100,7 +100,7 @@ def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
 def encoder_config(where: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Read the config of an encoder."""
     if where == "tiny":
-        return BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **TINY)
+        return BertConfig(vocab_size=len(tokenizer), pad_token_id=SPECIAL_TOKENS.index("[PAD]"), **TINY)
     try:
         return AutoConfig.from_pretrained(where)
     except (OSError, ValueError) as error:
@@ -154,7 +154,9 @@ def load_encoder(model: PreTrainedModel, weights: dict[str, Tensor], where: str)
     missing = sorted(own.keys() - weights.keys())
     wrong = sorted(name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape)
     if missing or wrong:
-        raise ValueError(f"the weights in {where} do not fit their config: {missing[:4]} missing, {wrong[:4]} of another size")
+        raise ValueError(
+            f"the weights in {where} do not fit their config: {missing[:4]} missing, {wrong[:4]} of another size"
+        )
     encoder.load_state_dict({name: weights[name] for name in own})
 
 

@@ -67,7 +67,9 @@ class Prepared:
 
 
 @lru_cache(maxsize=4)
-def prepare(task_name: str, encoder: str, max_length: int, train_size: int | None, source: str, data: Path | None) -> Prepared:
+def prepare(
+    task_name: str, encoder: str, max_length: int, train_size: int | None, source: str, data: Path | None
+) -> Prepared:
     """Read and tokenise a task; cached, because the runs of a table share it.
 
     Args:

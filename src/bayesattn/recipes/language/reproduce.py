@@ -1,8 +1,8 @@
 """The paper's table on what is at hand: every task, variant and seed, soft and Bayesian attention from the same encoder.
 
 One training run serves several rows: a model trained with soft attention is also predicted with MC dropout and with noise
-tuned afterwards, and three of them make an ensemble. A cell (task, row, seed) that is finished is not repeated. Runs
-are written without their parameters (an encoder's are 130 MB); what was predicted is kept, so `bayesattn report` works on them.
+tuned afterwards, and three of them make an ensemble. A cell (task, row, seed) that is finished is not repeated. Runs are
+written without their parameters (an encoder's are 130 MB); what was predicted is kept, so `bayesattn report` works on them.
 """
 
 import dataclasses
@@ -132,7 +132,9 @@ def reproduce(
     for name, base in bases.items():
         # reads the data now: a missing file must not show after hours
         prepare_run(base, data)
-        todo += [job for job in _jobs(name, base, _rows_of(base, rows), num_seeds, data, noise, out) if not _is_finished(job)]
+        todo += [
+            job for job in _jobs(name, base, _rows_of(base, rows), num_seeds, data, noise, out) if not _is_finished(job)
+        ]
     with progress(console) as display:
         _run_all(todo, jobs, display)
     cells = [
@@ -175,7 +177,13 @@ def _members(seed: int) -> list[int]:
 
 
 def _jobs(
-    name: str, base: LanguageConfig, rows: Sequence[str], num_seeds: int, data: Path | None, noise: tuple[float, ...], out: Path
+    name: str,
+    base: LanguageConfig,
+    rows: Sequence[str],
+    num_seeds: int,
+    data: Path | None,
+    noise: tuple[float, ...],
+    out: Path,
 ) -> list[Job]:
     """Return the runs that the rows need; rows of one trained variant share its runs."""
     needed: dict[tuple[str, int], dict[str, None]] = {}
@@ -187,7 +195,8 @@ def _jobs(
                 if method not in (None, "ensemble"):
                     found[str(method)] = None
     return [
-        Job(name, _with(base, variant, seed), tuple(methods), data, noise, out) for (variant, seed), methods in needed.items()
+        Job(name, _with(base, variant, seed), tuple(methods), data, noise, out)
+        for (variant, seed), methods in needed.items()
     ]
 
 
@@ -296,7 +305,9 @@ def _ensemble(
         return found
     parts = [read_predictions(member.folder) for member in members]
     if any(part.splits.keys() != parts[0].splits.keys() for part in parts):
-        raise RunError(f"the members of ensemble {seed} of {name} have different splits; remove {out / 'runs'} and run again")
+        raise RunError(
+            f"the members of ensemble {seed} of {name} have different splits; remove {out / 'runs'} and run again"
+        )
     splits = {
         split: SplitPredictions(
             {"ensemble": torch.cat([part.splits[split].samples["mean"] for part in parts])}, parts[0].splits[split].labels

@@ -76,7 +76,9 @@ class Classifier:
         if self.method not in allowed:
             raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(allowed)}")
         self.run, self.num_samples, self.threshold, self.seed = run, num_samples, threshold, seed
-        self.predictor = Predictor(run.model, run.task, run.config, make_collator(run.config, run.tokenizer), run.class_names)
+        self.predictor = Predictor(
+            run.model, run.task, run.config, make_collator(run.config, run.tokenizer), run.class_names
+        )
 
     @property
     def num_texts(self) -> int:

@@ -33,7 +33,9 @@ REVIEWS_FILE = "reviews.tsv"
 
 def character_noise(text: str, strength: float) -> str:
     """Drop, double, replace or swap characters, each with probability `strength` · `CHARACTER_RATE`."""
-    return _changed(text, list(text), "", min(strength * CHARACTER_RATE, 1.0), lambda draw: draw.choice(string.ascii_lowercase))
+    return _changed(
+        text, list(text), "", min(strength * CHARACTER_RATE, 1.0), lambda draw: draw.choice(string.ascii_lowercase)
+    )
 
 
 def word_noise(text: str, strength: float, words: Sequence[str]) -> str:
@@ -41,9 +43,7 @@ def word_noise(text: str, strength: float, words: Sequence[str]) -> str:
     return _changed(text, text.split(), " ", min(strength * WORD_RATE, 1.0), lambda draw: draw.choice(words))
 
 
-def _changed(
-    text: str, parts: list[str], glue: str, rate: float, replacement: Callable[[random.Random], str]
-) -> str:
+def _changed(text: str, parts: list[str], glue: str, rate: float, replacement: Callable[[random.Random], str]) -> str:
     draw = random.Random(int(position(text) * 2**56))
     changed: list[str] = []
     index = 0

@@ -72,8 +72,8 @@ def load(task: Task, data: Path | None) -> tuple[dict[str, list[Question]], str]
     )
     if dev is None:
         raise ValueError(
-            f"data is {str(data)!r}, where dev-v{version}.json was not found; allowed: a folder with SQuAD's files, plain or "
-            "as .xz, or with a folder squad of them"
+            f"data is {str(data)!r}, where dev-v{version}.json was not found; allowed: a folder with SQuAD's files, plain "
+            "or as .xz, or with a folder squad of them"
         )
     questions = parse(*dev)
     if train is not None:
@@ -158,7 +158,7 @@ def windows(tokenizer: Any, questions: Sequence[Question], max_length: int) -> l
         room = max_length - first - (len(parts) - last)
         if room < MIN_ROOM:
             raise ValueError(
-                f"question {question.id!r} leaves {room} of {max_length} tokens for its paragraph; allowed: at least {MIN_ROOM}"
+                f"question {question.id!r} leaves {room} of {max_length} tokens to its text; allowed: at least {MIN_ROOM}"
             )
         # starts of the windows, up to the first that reaches the end
         starts = range(first, max(last - room, first + 1), room - min(STRIDE, room // 2))
@@ -278,7 +278,9 @@ def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *,
     rest = (1.0 - known.sum(dim=1, keepdim=True)).clamp(min=1e-9)
     probabilities = torch.cat([known, rest], dim=1)
     best = ranked[0][1] if ranked else torch.zeros_like(log_total)
-    return Answer(texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), float((null - log_total - best).mean()))
+    return Answer(
+        texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), float((null - log_total - best).mean())
+    )
 
 
 def class_names(*, allows_none: bool) -> list[str]:

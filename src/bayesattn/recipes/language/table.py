@@ -1,4 +1,4 @@
-"""Tables and calibration plots of finished cells: mean ± 95 % interval over seeds, paired against soft, beside the paper's."""
+"""Tables and calibration plots of finished cells: mean ± 95 % interval over seeds, paired with soft, beside the paper's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,7 +120,11 @@ def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: st
     forms = {main: (_NAMES[main], 100.0, 2), "nll": ("NLL", 1.0, 3), "ece": ("ECE %", 100.0, 1)}
     forms |= {"ood_auroc_entropy": ("OOD AUROC %", 100.0, 1), "ood_auroc_mutual_information": ("by MI %", 100.0, 1)}
     lines = [
-        [split, row, *(_summary(found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items())]
+        [
+            split,
+            row,
+            *(_summary(found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items()),
+        ]
         for split in splits
         for row, found in by_row.items()
     ]

@@ -4,7 +4,7 @@ A task is classification (one class per text or pair), regression (STS-B's score
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["classification", "regression", "spans"]
 
@@ -35,13 +35,8 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)
     paper: tuple[float, float] | None = None
 
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the head: classes, or one number."""
-        return max(len(self.class_names), 1)
 
-
-_ENTAILMENT = {"labels": ("entailment", "not_entailment"), "class_names": ("entailment", "not entailment")}
+_ENTAILMENT: dict[str, Any] = {"labels": ("entailment", "not_entailment"), "class_names": ("entailment", "not entailment")}
 _BINARY = ("0", "1")
 
 TASKS = {

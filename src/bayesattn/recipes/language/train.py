@@ -129,7 +129,7 @@ def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:
     return prepare(config.task, config.encoder, config.max_length, config.train_size, config.source, data)
 
 
-def make_collator(config: LanguageConfig, tokenizer: PreTrainedTokenizerBase) -> Collator:
+def make_collator(config: LanguageConfig, tokenizer: Any) -> Collator:
     """Return what makes batches for a run."""
     return Collator(tokenizer.pad_token_id or 0, config.training.pad_multiple, config.max_length)
 
@@ -152,9 +152,7 @@ def train_model(config: LanguageConfig, data: Path | None, on_progress: Progress
 
 def _fitted(config: LanguageConfig, prepared: Prepared, model: PreTrainedModel, on_progress: Progress) -> Fitted:
     collator = make_collator(config, prepared.tokenizer)
-    log = fit(
-        model, prepared.task, prepared.splits, collator, config.training, seed=config.seed, on_progress=on_progress
-    )
+    log = fit(model, prepared.task, prepared.splits, collator, config.training, seed=config.seed, on_progress=on_progress)
     return Fitted(model, prepared, log)
 
 
@@ -227,6 +225,6 @@ def load_run(folder: Path) -> LoadedRun:
         model = build_model(settings, task.kind, config.attention)
     _runs.load_parameters(folder, model)
     if torch.cuda.is_available():
-        model.to("cuda")
+        torch.nn.Module.cuda(model)
     data: Any = run.get("data")
     return LoadedRun(config, task, model, tokenizer, class_names, num_texts, None if data is None else Path(data))
