@@ -18,7 +18,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 console = Console()
-language.register(app)
 
 DataOption = Annotated[
     Path | None, typer.Option(envvar="BAYESATTN_DATA", help="Folder of the data sets, for recipes that read files.")
@@ -203,10 +202,6 @@ def doctor() -> None:
     console.print(_print.environment(environment(), backends()))
 
 
-captioning.register(app)
-vision.register(app)
-
-
 def _numbers(name: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
@@ -214,4 +209,5 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         raise ValueError(f"{name} is {text!r}; allowed: numbers separated by commas, as in 0,1,2") from None
 
 
-translation.register(app)
+for topic in (language, translation, vision, captioning):
+    topic.register(app)
