@@ -31,6 +31,8 @@ from bayesattn.recipes.captioning.train import (
     train_run,
 )
 from bayesattn.recipes.captioning.vocabulary import tokenize
+from bayesattn.report import measure_run, write_report
+from bayesattn.runs import write_predictions
 
 TINY = ["width=12", "attention_dim=5", "training.epochs=1", "training.batch_size=10", "num_beams=1", "max_length=12"]
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -208,6 +210,23 @@ def test_words_are_predicted_and_attention_kept(run, data):
     first = " ".join(found.class_names[label] for label in test.labels[: int((test.labels == 0).nonzero()[0])])
     assert first == data.splits["test"].captions[0][0].replace(" ,", "")
     assert not torch.equal(test.samples["mean"], found.splits["noise-2"].samples["mean"])
+
+
+def test_report_shows_words_pictures_and_what_was_said_before(run, data, tmp_path):
+    write_predictions(run, predict_run(run, num_samples=3, noise=(), data=data))
+    measured = measure_run(run, num_resamples=0)
+    assert {"nll", "ece", "pavpu_05"} <= set(measured["methods"]["attention"]["splits"]["test"]["metrics"])
+    text = write_report([run], tmp_path / "page.html").read_text()
+    assert "&lt;end&gt;" in text
+    assert "…" in text
+    assert "data:image/png;base64" in text
+
+
+def test_bfloat16_trains(data):
+    _, log = fit(load_config("shapes-wc", [*TINY, "training.precision=bf16"]), data)
+    _, exact = fit(load_config("shapes-wc", TINY), data)
+    # ten steps from the same start; bfloat16 has three digits
+    assert log.rows[-1]["train_nll"] == pytest.approx(exact.rows[-1]["train_nll"], rel=0.03)
 
 
 def test_predictions_stay_within_their_budget(run, data, monkeypatch):
