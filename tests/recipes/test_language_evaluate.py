@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -60,8 +61,10 @@ def test_predictions_do_not_depend_on_the_order_of_rows(bayesian_run):
     torch.testing.assert_close(forward, backward.flip(1), atol=1e-6, rtol=1e-5)
 
 
-def test_mc_dropout_of_a_soft_model_drops_attention_weights(soft_run):
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_mc_dropout_of_a_soft_model_drops_attention_weights(implementation, soft_run):
     run = load_run(soft_run)
+    run.model.set_attn_implementation(implementation)
     rows = serve.encode(run.tokenizer, [("the film was warm",)], 24).rows
     for module in run.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -72,6 +75,7 @@ def test_mc_dropout_of_a_soft_model_drops_attention_weights(soft_run):
     assert float(drawn.std(dim=0).max()) > 0.0
     assert torch.equal(drawn, predictor(run).draw(Split(rows), "dropout", 4, 0))
     assert not torch.equal(drawn, predictor(run).draw(Split(rows), "dropout", 4, 1))
+    assert not any(module.training for module in run.model.modules())
 
 
 def test_methods_follow_from_the_attention(bayesian_run, soft_run):
@@ -91,6 +95,17 @@ def test_post_hoc_noise_is_tuned_and_taken_back(soft_run):
     # what is drawn after it without noise is the soft model again
     alone = predict_run(soft_run, num_samples=2, noise=(0.0,), methods=["mean"])
     assert torch.equal(found.splits["test"].samples["mean"], alone.splits["test"].samples["mean"])
+
+
+def test_data_that_moved_are_found_by_the_variable(soft_run, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(soft_run, folder)
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**run, "data": str(tmp_path / "gone")}))
+    with pytest.raises(ValueError, match="which does not exist"):
+        predict_run(folder, noise=(0.0,), methods=["mean"])
+    monkeypatch.setenv("BAYESATTN_DATA", run["data"])
+    assert predict_run(folder, noise=(0.0,), methods=["mean"]).splits["test"].labels is not None
 
 
 @pytest.mark.parametrize(

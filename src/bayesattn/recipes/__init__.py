@@ -9,7 +9,6 @@ from typing import Any
 
 # name: one line for `bayesattn list`
 RECIPES = {
-    "language": "pretrained encoders fine-tuned on GLUE, SQuAD or texts of your own",
     "digits": "8 x 8 handwritten digits (in scikit-learn), 200 labels, shifted and scrambled test images",
     "translation": "German to English with LSTMs: Multi30k, Tatoeba, IWSLT14; Bayesian, hard, variational attention",
     "captioning": "image captions with Att2in: generated shapes, Flickr8k, COCO",

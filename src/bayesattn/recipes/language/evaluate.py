@@ -5,6 +5,7 @@ its attention weights included), `attention+dropout` both, and `post-hoc` draws 
 with soft attention, with the noise that suits its validation data best (`tune_noise`; nothing is trained).
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from bayesattn.recipes.language.tasks import Task, find_task
 from bayesattn.recipes.language.train import (
     ANSWERS_FILE,
     LanguageConfig,
+    LoadedRun,
     load_run,
     make_collator,
     prepare_run,
@@ -77,13 +79,15 @@ def predict_run(
         methods: See the module's text; None takes `mean` and the usual way to draw.
         seed: Of the draws.
         on_progress: Called with the number of splits and methods done and to do.
-        data: The data folder; None takes the one the run was trained from.
+        data: The data folder; None takes the one the run was trained from, or where that is gone the one that the
+            variable BAYESATTN_DATA names.
     """
     run = load_run(folder)
-    prepared = prepare_run(run.config, run.data if data is None else data)
+    data = _data_folder(run, data)
+    prepared = prepare_run(run.config, data)
     # the run's own tokenizer: that of `tiny` is made from the texts, and the encoder's folder may have changed
     entries = {name: prepared.sources[name] for name in ("validation", "test")}
-    entries |= shifted_splits(run.task, entries["test"], noise, run.data if data is None else data)
+    entries |= shifted_splits(run.task, entries["test"], noise, data)
     splits = {name: make_split(run.task, run.tokenizer, found, run.config.max_length) for name, found in entries.items()}
     predictor = Predictor(run.model, run.task, run.config, make_collator(run.config, run.tokenizer), run.class_names)
     predictions, answers = predictor.predict(
@@ -92,6 +96,12 @@ def predict_run(
     if run.task.kind == "spans":
         write_answers(folder, answers)
     return predictions
+
+
+def _data_folder(run: LoadedRun, given: Path | None) -> Path | None:
+    named = os.environ.get("BAYESATTN_DATA")
+    is_gone = run.data is not None and not run.data.exists()
+    return given or (Path(named) if named and is_gone else run.data)
 
 
 def write_answers(folder: Path, answers: Answers) -> None:
