@@ -27,7 +27,8 @@ def recipes(found: dict[str, tuple[str, list[str]]]) -> Table:
 
 def last_row(row: dict[str, Any]) -> Text:
     """Return the last line of a training log."""
-    return Text("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    shown = (f"{value:.4g}" if isinstance(value, int | float) else str(value) for value in row.values())
+    return Text("  ".join(f"{key} {value}" for key, value in zip(row, shown)))
 
 
 def metrics(measured: dict[str, Any]) -> Group:

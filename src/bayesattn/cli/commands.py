@@ -71,7 +71,7 @@ def train(
     """Train one model and write its run folder; Ctrl-C saves, --resume goes on."""
     from bayesattn import recipes
     from bayesattn.recipes._interrupts import Interrupted
-    from bayesattn.recipes._train import show_steps
+    from bayesattn.recipes._train import is_first_process, show_steps
 
     module = recipes.load(recipe, "train")
     chosen = module.load_config(config, settings or [])
@@ -84,8 +84,9 @@ def train(
         # typer would swallow the message
         print(f"bayesattn: {saved}", file=sys.stderr)
         raise typer.Exit(saved.exit_code) from None
-    console.print(_print.last_row(log.rows[-1]))
-    console.print(f"run: {out}", soft_wrap=True)
+    if is_first_process():
+        console.print(_print.last_row(log.rows[-1]))
+        console.print(f"run: {out}", soft_wrap=True)
 
 
 @app.command()

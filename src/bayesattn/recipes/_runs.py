@@ -193,4 +193,6 @@ def read_log(folder: Path) -> MetricLog:
         log.rows = [json.loads(line) for line in text.splitlines()]
     except (ValueError, RecursionError) as error:
         raise RunError(f"{folder / LOG_FILE} cannot be read as JSON lines: {error}") from None
+    if not log.rows or not all(isinstance(row, dict) for row in log.rows):
+        raise RunError(f"{folder / LOG_FILE} is no log: allowed are lines with a JSON object each, at least one")
     return log

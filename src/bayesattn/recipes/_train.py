@@ -228,6 +228,11 @@ def progress(console: Console | None = None) -> Iterator[Progress]:
         yield display
 
 
+def is_first_process() -> bool:
+    """Whether this is the process that prints and writes, the only one or the first that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def show_steps(description: str, console: Console, every: float = 30.0) -> Iterator[Callable[[int, int], None]]:
     """Open a display for one count of steps, and yield the function to call with steps done and to do.
@@ -240,7 +245,7 @@ def show_steps(description: str, console: Console, every: float = 30.0) -> Itera
         console: Where to.
         every: Seconds between two lines.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         yield lambda done, total: None
         return
     if not console.is_terminal:
