@@ -10,6 +10,8 @@ from typing import Any
 # name: one line for `bayesattn list`
 RECIPES = {
     "digits": "8 x 8 handwritten digits (in scikit-learn), 200 labels, shifted and scrambled test images",
+    "graph": "node classification with a graph attention network: Cora, Citeseer, PubMed, heterophilous, generated",
+    "language": "pretrained encoders fine-tuned on GLUE, SQuAD or texts of your own",
     "translation": "German to English with LSTMs: Multi30k, Tatoeba, IWSLT14; Bayesian, hard, variational attention",
     "captioning": "image captions with Att2in: generated shapes, Flickr8k, COCO",
     "vqa": "visual question answering with MCAN: VQA-v2, DAQUAR, a generated world of shapes",
