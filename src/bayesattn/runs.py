@@ -7,7 +7,7 @@
       checkpoints/              where an unfinished run stands, for `--resume`; gone when it is complete
       failure.json              the step at which a run stopped because a number was not finite
       tensorboard/              the log as TensorBoard events, where asked for
-      predictions.safetensors   per split: sampled probabilities, labels, optional inputs and attention
+      predictions.safetensors   per split: sampled probabilities, labels, optional inputs, attention and edges
       metrics.json              what `bayesattn evaluate` measured
       report.html               what `bayesattn report` wrote
 
@@ -68,6 +68,23 @@ class RunError(ValueError):
 
 
 @dataclass(frozen=True)
+class EdgeWeights:
+    """Sampled attention on the edges into the nodes of a split, for runs on graphs.
+
+    Attributes:
+        nodes: Number in the graph of every example `n`.
+        index: Source and target of every edge, `2 e`.
+        weights: Sampled weights, `s e`.
+        source_labels: Class of every source, `e`; −1 where it is unknown.
+    """
+
+    nodes: Tensor
+    index: Tensor
+    weights: Tensor
+    source_labels: Tensor
+
+
+@dataclass(frozen=True)
 class SplitPredictions:
     """What a model said about one data split.
 
@@ -78,6 +95,7 @@ class SplitPredictions:
         inputs: Images `n height width`, or `n height width 3` in RGB (uint8), to show in the report; optional.
         attention: Named attention maps over the keys, `n heads keys` each: `mean`, `std`, `prior`; optional.
         texts: One text per example to show beside it, such as a question; optional.
+        edges: Attention on edges, where the examples are nodes of a graph; optional.
     """
 
     samples: dict[str, Tensor]
@@ -85,6 +103,7 @@ class SplitPredictions:
     inputs: Tensor | None = None
     attention: dict[str, Tensor] = field(default_factory=dict)
     texts: list[str] | None = None
+    edges: EdgeWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -334,6 +353,7 @@ def write_predictions(folder: Path, predictions: Predictions) -> None:
         parts = {"labels": split.labels, "inputs": split.inputs}
         parts |= {f"samples/{method}": value for method, value in split.samples.items()}
         parts |= {f"attention/{name}": value for name, value in split.attention.items()}
+        parts |= {f"edges/{name}": value for name, value in vars(split.edges).items()} if split.edges else {}
         tensors |= {f"{index}/{name}": value for name, value in parts.items() if value is not None}
     meta = {
         "schema": PREDICTIONS_SCHEMA,
@@ -408,11 +428,25 @@ def _checked_split(
                 f"allowed: (draws, {num_examples}, {num_classes})"
             )
     for part, value in parts.items():
-        if not part.startswith("samples/") and value.shape[:1] != (num_examples,):
+        if not part.startswith(("samples/", "edges/")) and value.shape[:1] != (num_examples,):
             entries = value.shape[0] if value.ndim else "no"
             raise RunError(f"{path}: {part} of split {name!r} has {entries} entries; allowed: {num_examples}")
     if texts is not None and len(texts) != num_examples:
         raise RunError(f"{path}: texts of split {name!r} has {len(texts)} entries; allowed: {num_examples}")
     attention = {key.removeprefix("attention/"): value for key, value in parts.items() if key.startswith("attention/")}
     kept = {method: value for method, value in samples.items() if value is not None}
-    return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention, texts)
+    edges = {key.removeprefix("edges/"): value for key, value in parts.items() if key.startswith("edges/")}
+    shown = _checked_edges(path, name, edges, num_examples)
+    return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention, texts, shown)
+
+
+def _checked_edges(path: Path, name: str, parts: dict[str, Tensor], num_examples: int | None) -> EdgeWeights | None:
+    if not parts:
+        return None
+    shapes = {key: tuple(value.shape) for key, value in parts.items()}
+    count = shapes.get("index", (0, 0))[-1]
+    draws = shapes.get("weights", (0, 0))[0]
+    expected = {"nodes": (num_examples,), "index": (2, count), "weights": (draws, count), "source_labels": (count,)}
+    if shapes != expected or draws < 2:
+        raise RunError(f"{path}: edges of split {name!r} have shapes {shapes}; allowed: {expected}, at least two draws")
+    return EdgeWeights(**parts)

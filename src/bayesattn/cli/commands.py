@@ -52,7 +52,8 @@ def demo(
     """Train soft and Bayesian attention side by side on embedded data and compare them."""
     from bayesattn import recipes
 
-    recipes.load("digits", "demo").run_demo(out, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
+    for recipe, folder in (("graph", out / "graph"), ("digits", out)):
+        recipes.load(recipe, "demo").run_demo(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
 
 
 @app.command()

@@ -22,6 +22,7 @@ COMPARISON = "Comparison"
 THRESHOLDS = (1e-3, 3e-3, 0.01, 0.03, 0.05, 0.1, 0.2, 0.5)
 # enough for the width of a band in a picture
 NUM_RESAMPLES = 200
+NUM_NEIGHBOURHOODS = 3
 
 _PAPER, _INK, _GRID = "#11151a", "#e6edf3", "#38424d"
 # fixed ids make equal figures equal bytes
@@ -114,6 +115,7 @@ def _of_group(group: Group, split: str, number: int) -> Iterator[Drawn]:
         caption = f"{label}: the same after temperature scaling fitted on validation data."
         yield draw(label, f"reliability-{number}-scaled", caption, make)
     yield from _heads(group, split, number)
+    yield from _neighbourhoods(group, split, number)
 
 
 def _scaled_confidence(group: Group, split: str) -> Tensor | None:
@@ -138,6 +140,35 @@ def _heads(group: Group, split: str, number: int) -> Iterator[Drawn]:
     maps, title = chosen.transpose(0, 1).unsqueeze(0), _as_text(group.label)
     make = partial(plots.plot_attention_heads, maps, queries=rows, title=title)
     yield draw(group.label, f"heads-{number}", caption, make, is_wide=True)
+
+
+def _neighbourhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
+    """Draw whom the nodes behind the most certain mistakes listen to, and how sure they are of it."""
+    predictions = group.runs[0].predictions
+    edges = predictions.splits[split].edges
+    if edges is None or "attention" not in group.method:
+        return
+    # classes of the sources; the left-out and unknown ones have no name
+    names = [_as_text(name) for name in predictions.class_names]
+    called = [str(node) for node in range(int(edges.index.max()) + 1)]
+    for node, label in zip(edges.index[0].tolist(), edges.source_labels.tolist()):
+        called[node] = f"{node} {names[label]}" if 0 <= label < len(names) else str(node)
+    for place, mistake in enumerate(certain_mistakes(group, split, NUM_NEIGHBOURHOODS), start=1):
+        node = int(edges.nodes[mistake.index])
+        title = f"Node {node}: said {mistake.predicted}, is {mistake.label}"
+        make = partial(
+            plots.plot_edge_uncertainty,
+            edges.index,
+            edges.weights,
+            node,
+            labels=called,
+            max_neighbours=12,
+            title=_as_text(title),
+        )
+        caption = (
+            f"{group.label}: attention of node {node} on its neighbours and their classes, last layer, mean over heads."
+        )
+        yield draw(group.label, f"neighbourhood-{number}-{place}", caption, make, is_wide=True)
 
 
 def draw(section: str, name: str, caption: str, make: Callable[[], Figure], *, is_wide: bool = False) -> Drawn:

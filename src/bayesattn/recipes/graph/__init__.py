@@ -1,0 +1,1 @@
+"""Node classification with graph attention: the paper's first table, and what it does not show."""

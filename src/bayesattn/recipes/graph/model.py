@@ -1,0 +1,292 @@
+"""The two-layer graph attention network of the paper (App. B.1), for one run or for many runs side by side.
+
+    h_j = W x_j          e = (j → i)     Φ_e = LeakyReLU(a₁·h_i + b₁ + a₂·h_j + b₂)     o_i = Σ_e W_e h_j + b
+
+Layer 1: 8 heads of 8 features, concatenated, ELU. Layer 2: one head (PubMed: 8, averaged) with a feature per class. Dropout
+in three places: on the layer's input, for every head anew; on the normalised weights; on the h_j that are averaged, not on
+those that scores and prior see. PyG's GATConv has neither the score biases nor dropout per head, so the layer is here.
+
+`num_copies` networks, each with parameters and noise of its own, run as one: a copy is a group of heads that no other
+copy reads. Every parameter has the heads of all copies on its first axis. Nothing mixes copies, so gradients and Adam's
+steps are those of separate runs; and copy c draws from its own generator what a run alone would draw from torch's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from bayesattn import noise
+from bayesattn.config import AttentionConfig
+from bayesattn.functional import PriorScope
+from bayesattn.nn import BayesianModule
+from bayesattn.ops.segment import csr, plain, reference
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.recipes.graph.data import Graph
+from bayesattn.recipes.graph.features import SparseFeatures
+
+NEGATIVE_SLOPE = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some nodes of a graph, the first targets of both layers, with all their edges.
+
+    In every batch their rows stand for the KL of the whole graph: each node is in one batch of an epoch.
+
+    Attributes:
+        num_nodes: Of the batch.
+        edges: Into them, of each layer.
+        whole_nodes: Nodes of the whole graph.
+        whole_edges: Edges of the whole graph.
+    """
+
+    num_nodes: int
+    edges: tuple[Edges, Edges]
+    whole_nodes: int
+    whole_edges: int
+
+
+@dataclass(frozen=True, eq=False)
+class GraphInputs:
+    """What the network reads: features and, for each layer, edges.
+
+    Attributes:
+        features: Of the sources of the first layer.
+        edges: Of each layer. In a whole graph the same; in a sampled one targets are the first sources, and the targets of
+            one layer are the sources of the next.
+        batch: Whose KL counts, where this is a part of a graph; None where it is the whole.
+    """
+
+    features: SparseFeatures
+    edges: tuple[Edges, Edges]
+    batch: "Batch | None" = None
+
+    @classmethod
+    def of(cls, graph: Graph) -> "GraphInputs":
+        """Take the whole graph."""
+        source, target = graph.edge_index
+        edges = Edges.sort(source, target, graph.num_nodes, graph.num_nodes)
+        return cls(SparseFeatures.of(graph.features), (edges, edges))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphInputs":
+        """Return the inputs on another device, the features in another type."""
+        edges, batch = self.edges, self.batch
+        moved = {part: _move(part, device) for part in (*edges, *(batch.edges if batch else ()))}
+        if batch is not None:
+            batch = replace(batch, edges=(moved[batch.edges[0]], moved[batch.edges[1]]))
+        return GraphInputs(self.features.to(device, dtype), (moved[edges[0]], moved[edges[1]]), batch)
+
+
+def _move(edges: Edges, device: torch.device | str) -> Edges:
+    order = None if edges.order is None else edges.order.to(device)
+    return Edges(edges.source.to(device), edges.target.to(device), edges.num_sources, edges.num_targets, order)
+
+
+class GraphAttentionLayer(BayesianModule):
+    """Graph attention with score biases and GAT's three dropouts.
+
+    Args:
+        in_dim: Features of a node.
+        head_dim: Features of a head.
+        num_heads: Heads of one copy.
+        config: Soft or Bayesian attention; a contextual prior has one network per head.
+        dropout: In all three places.
+        num_copies: Networks side by side.
+        prior_scope: Over which nodes a contextual prior sums to one: the whole graph, or the neighbours of each node.
+        kl_share: Factor of the recorded KL.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        head_dim: int,
+        num_heads: int,
+        config: AttentionConfig,
+        *,
+        dropout: float,
+        num_copies: int = 1,
+        prior_scope: PriorScope = "graph",
+        kl_share: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if config.prior_kind == "contextual" and not config.prior_per_head:
+            raise ValueError("prior_per_head is False; allowed in the graph recipe: True, as in the authors' graph code")
+        heads = num_copies * num_heads
+        self.num_heads, self.num_copies = num_heads, num_copies
+        self.prior_scope: PriorScope = prior_scope
+        self.kl_share = kl_share
+        # only a switch and a number: `sampling(model, dropout=True)` finds it, and `_drop` draws for each copy
+        self.dropout = nn.Dropout(dropout)
+        self.weight = nn.Parameter(torch.empty(heads, in_dim, head_dim))
+        self.score_source = nn.Parameter(torch.empty(heads, head_dim))
+        self.score_target = nn.Parameter(torch.empty(heads, head_dim))
+        # only their sum matters; two, because the paper counts two
+        self.score_bias = nn.Parameter(torch.zeros(heads, 2))
+        self.bias = nn.Parameter(torch.zeros(heads, head_dim))
+        # Glorot, head by head
+        for parameter, fans in (
+            (self.weight, in_dim + head_dim),
+            (self.score_source, head_dim + 1),
+            (self.score_target, head_dim + 1),
+        ):
+            nn.init.uniform_(parameter, -math.sqrt(6.0 / fans), math.sqrt(6.0 / fans))
+        self._init_bayesian(config, key_dim=head_dim, num_heads=heads)
+        # where each copy draws from; None is torch's own generator
+        self.generators: list[torch.Generator | None] = [None] * num_copies
+
+    def forward(
+        self, x: SparseFeatures | Float[Tensor, "n c f"], edges: Edges, batch: tuple[Batch, Edges] | None = None
+    ) -> Float[Tensor, "r g d"]:
+        """Return the heads' outputs at the targets.
+
+        Args:
+            x: Features of the sources, the same for all copies if sparse.
+            edges: Sorted edges.
+            batch: Whose KL counts, and their edges, the first of `edges`; None for all.
+        """
+        ops = self._ops
+        projected = self._project(x)
+        scores = self._scores(projected, edges)
+        output = ops.weighted_sum(self._drop(self._weights(scores, edges)), self._drop(projected), edges) + self.bias
+        return self._record(output, self._kl(scores, projected, edges, batch) if self.needs_kl else None)
+
+    def weights(self, x: SparseFeatures | Float[Tensor, "n c f"], edges: Edges) -> Float[Tensor, "e g"]:
+        """Return the attention weights alone: a draw while sampling, else the posterior mean."""
+        return self._weights(self._scores(self._project(x), edges), edges)
+
+    def log_prior(self, projected: Float[Tensor, "n g d"]) -> Float[Tensor, "n g"] | None:
+        """Return ln Ψ of every node: a softmax over all nodes, each of which is a source."""
+        if self.bayes_prior is None:
+            return None
+        return self.bayes_prior(projected.transpose(0, 1).unsqueeze(0))[0, :, 0].transpose(0, 1)
+
+    @property
+    def _ops(self) -> ModuleType:
+        return csr if self.weight.device.type == "cpu" else plain
+
+    def _project(self, x: SparseFeatures | Tensor) -> Float[Tensor, "n g d"]:
+        """Return h of every node, from an input that every head drops anew."""
+        if isinstance(x, SparseFeatures):
+            values = x.values.expand(len(self.weight), -1)
+            return x.project(self._drop(values, heads_first=True), self.weight)
+        x = x.repeat_interleave(self.num_heads, dim=1) if self.num_heads > 1 else x
+        return torch.einsum("ngf,gfd->ngd", self._drop(x), self.weight)
+
+    def _scores(self, projected: Float[Tensor, "n g d"], edges: Edges) -> Float[Tensor, "e g"]:
+        of_source = (projected * self.score_source).sum(dim=-1) + self.score_bias[:, 0]
+        of_target = (projected[: edges.num_targets] * self.score_target).sum(dim=-1) + self.score_bias[:, 1]
+        scores = self._ops.lift_source(of_source, edges) + self._ops.lift_target(of_target, edges)
+        return F.leaky_relu(scores, NEGATIVE_SLOPE)
+
+    def _weights(self, scores: Float[Tensor, "e g"], edges: Edges) -> Float[Tensor, "e g"]:
+        return self._ops.softmax(scores + self._log_noise(scores) if self.is_sampling else scores, edges)
+
+    def _log_noise(self, scores: Float[Tensor, "e g"]) -> Float[Tensor, "e g"]:
+        shape = (1, 1, scores.shape[0], self.num_heads)
+        options = {"device": scores.device, "dtype": scores.dtype}
+        parts = [noise.log_noise(None, shape, self.config, **options, generator=g)[0, 0] for g in self.generators]
+        return torch.cat(parts, dim=1)
+
+    def _drop(self, x: Float[Tensor, "a b *d"], *, heads_first: bool = False) -> Float[Tensor, "a b *d"]:
+        """Drop entries with probability `dropout`, rounded to a multiple of 2^-16; each copy from its own generator."""
+        threshold = round(self.dropout.p * 2**16)
+        if threshold == 0 or not self.dropout.training:
+            return x
+        axis = 0 if heads_first else 1
+        keep = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for part, generator in zip(keep.split(self.num_heads, dim=axis), self.generators):
+            # copy by copy, while what one pass wrote is still in the cache
+            halves = noise.generator_halves((1, 1, 1, part.numel()), x.device, generator)
+            part.copy_((halves >= threshold - 2**15).view(part.shape))
+        scale = 1.0 / (1.0 - threshold * 2.0**-16)
+        # features are constants: their product needs no second array
+        return x * keep.mul_(scale) if x.requires_grad else keep.mul_(x).mul_(scale)
+
+    def _kl(self, scores, projected, edges: Edges, batch: tuple[Batch, Edges] | None) -> Float[Tensor, " 1"]:
+        """Return the KL of one copy and one example (the graph, or a node of a batch), averaged over the copies."""
+        config, count = self.config, 1.0
+        if batch is not None:
+            part, edges = batch
+            scores = scores[: len(edges)]
+            config = replace(config, kl_reduction="sum")
+            # what the KL of the whole graph is divided by, and then by the nodes that share this estimate of it
+            heads = self.num_heads
+            entries = {"sum": 1, "row_mean": part.whole_nodes * heads, "mean": part.whole_edges * heads}
+            count = part.num_nodes * entries[str(self.config.kl_reduction)]
+        with torch.autocast(scores.device.type, enabled=False):
+            kl = reference.kl_total(scores, self.log_prior(projected), edges, config, self.prior_scope, self._ops)
+        copies = self.num_copies if config.kl_reduction == "sum" else 1
+        return kl * (self.kl_share / copies / count)
+
+
+class GraphAttentionNetwork(nn.Module):
+    """Two layers of graph attention.
+
+    Args:
+        num_features: Features of a node.
+        num_classes: Classes.
+        attention: Soft or Bayesian attention, for both layers.
+        num_heads: Heads of the first layer.
+        head_dim: Features of each.
+        output_heads: Heads of the second layer, averaged.
+        dropout: In three places of each layer.
+        prior_scope: Over which nodes a contextual prior sums to one.
+        num_copies: Networks side by side.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        attention: AttentionConfig,
+        *,
+        num_heads: int = 8,
+        head_dim: int = 8,
+        output_heads: int = 1,
+        dropout: float = 0.6,
+        prior_scope: PriorScope = "graph",
+        num_copies: int = 1,
+    ) -> None:
+        super().__init__()
+        self.num_copies = num_copies
+        heads = num_heads + output_heads
+        # `mean` is over all entries of the model, as in the authors' code: a layer counts by its heads
+        shares = [count / heads if attention.kl_reduction == "mean" else 1.0 for count in (num_heads, output_heads)]
+        options = {"config": attention, "dropout": dropout, "num_copies": num_copies, "prior_scope": prior_scope}
+        self.hidden = GraphAttentionLayer(num_features, head_dim, num_heads, **options, kl_share=shares[0])
+        self.output = GraphAttentionLayer(num_heads * head_dim, num_classes, output_heads, **options, kl_share=shares[1])
+
+    def forward(self, inputs: GraphInputs) -> Float[Tensor, "copies r c"]:
+        """Return the class logits of the last layer's targets, for each copy."""
+        heads = self.output(self.embed(inputs), inputs.edges[1], inputs.batch and (inputs.batch, inputs.batch.edges[1]))
+        return heads.unflatten(1, (self.num_copies, -1)).mean(dim=2).transpose(0, 1)
+
+    def embed(self, inputs: GraphInputs) -> Float[Tensor, "r copies f"]:
+        """Return what the first layer tells the second."""
+        batch = inputs.batch and (inputs.batch, inputs.batch.edges[0])
+        heads = F.elu(self.hidden(inputs.features, inputs.edges[0], batch))
+        return heads.unflatten(1, (self.num_copies, -1)).flatten(2)
+
+    def set_generators(self, generators: Sequence[torch.Generator | None]) -> None:
+        """Say where each copy draws its noise from; None is torch's own generator."""
+        if len(generators) != self.num_copies:
+            raise ValueError(f"generators has {len(generators)} entries; allowed: {self.num_copies}, one for each copy")
+        self.hidden.generators = self.output.generators = list(generators)
+
+
+def stack_networks(networks: Sequence[GraphAttentionNetwork], stacked: GraphAttentionNetwork) -> None:
+    """Copy the parameters of single networks into one with as many copies."""
+    with torch.no_grad():
+        for name, parameter in stacked.named_parameters():
+            parameter.copy_(torch.cat([network.get_parameter(name) for network in networks]))
+
+
+def take_copies(state: dict[str, Tensor], copies: Int[Tensor, " k"], num_copies: int) -> dict[str, Tensor]:
+    """Return the parameters of some of the copies, as those of a network with only these."""
+    return {name: value.unflatten(0, (num_copies, -1))[copies].flatten(0, 1) for name, value in state.items()}

@@ -1,0 +1,268 @@
+"""Graph data: official counts, files that lie are refused, splits never share a node, a generated graph that repeats."""
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bayesattn.recipes.graph import corrupt
+from bayesattn.recipes.graph.data import is_connected, leave_out_classes, load_graph, make_graph, undirected
+from bayesattn.recipes.graph.generated import generate_graph
+from bayesattn.recipes.graph.pickles import read_pickle
+from bayesattn.recipes.graph.planetoid import load_planetoid
+from data import shared_data
+from helpers import no_type_checks
+
+DATA = shared_data()
+needs_planetoid = pytest.mark.skipif(DATA is None or not (DATA / "planetoid").is_dir(), reason="needs the Planetoid files")
+needs_heterophilous = pytest.mark.skipif(
+    DATA is None or not (DATA / "heterophilous_graphs").is_dir(), reason="needs the heterophilous graphs"
+)
+
+
+@needs_planetoid
+@pytest.mark.parametrize(
+    ("name", "nodes", "edges", "features", "classes", "train"),
+    [("cora", 2708, 13264, 1433, 7, 140), ("citeseer", 3327, 12431, 3703, 6, 120), ("pubmed", 19717, 108365, 500, 3, 60)],
+)
+def test_planetoid_graphs_have_the_published_counts(name, nodes, edges, features, classes, train):
+    graph = load_graph(name, DATA)
+    assert graph.features.shape == (nodes, features)
+    assert graph.edge_index.shape == (2, edges)
+    assert graph.num_classes == classes
+    assert [len(graph.splits[split]) for split in ("train", "validation", "test")] == [train, 500, 1000]
+    assert torch.bincount(graph.labels[graph.splits["train"]]).tolist() == [20] * classes
+    # float32 rows divided by their sum; nodes without words stay zero
+    total = graph.features.sum(dim=1)
+    assert ((total - 1.0).abs() < 1e-5).logical_or(total == 0).all()
+
+
+@needs_planetoid
+def test_citeseer_nodes_without_a_class_stay_out_of_the_splits():
+    graph = load_graph("citeseer", DATA)
+    unknown = (graph.labels < 0).nonzero().flatten()
+    assert len(unknown) == 15
+    assert not set(unknown.tolist()) & set(torch.cat(list(graph.splits.values())).tolist())
+    assert not graph.features[unknown].any()
+    assert int((~is_connected(graph)).sum()) == 48
+
+
+@needs_heterophilous
+def test_heterophilous_graph_has_the_published_counts_and_ten_splits():
+    graph = load_graph("chameleon_filtered", DATA, split=9)
+    # 8,854 undirected edges and 890 self-loops
+    assert graph.edge_index.shape == (2, 2 * 8854 + 890)
+    assert graph.features.shape == (890, 2325)
+    assert not torch.equal(graph.splits["test"], load_graph("chameleon_filtered", DATA).splits["test"])
+    with pytest.raises(ValueError, match="split is 10; allowed for chameleon_filtered: 0 to 9"):
+        load_graph("chameleon_filtered", DATA, split=10)
+
+
+# pickles
+
+
+def _old_array(array):
+    """Pickle an array as Python 2 and numpy of its time did, from opcodes."""
+    raw = array.tobytes()
+    code = array.dtype.str[1:].encode()
+    shape = b"".join(b"J" + struct.pack("<i", length) for length in array.shape)
+    return (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85U\x01btR"
+        b"(K\x01(" + shape + b"tcnumpy\ndtype\n(U" + bytes([len(code)]) + code + b"K\x00K\x01tR"
+        b"(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
+    )
+
+
+def test_an_array_is_read_from_a_pickle(tmp_path):
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    (tmp_path / "a").write_bytes(b"\x80\x02" + _old_array(array) + b".")
+    found = read_pickle(tmp_path / "a")
+    assert found.dtype == np.int32
+    assert np.array_equal(found, array)
+
+
+class _Evil:
+    def __init__(self, call, *arguments):
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self):
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(_Evil(eval, "1/0"), protocol=2), "asks for '__builtin__.eval'"),
+        (pickle.dumps(_Evil(print, "x"), protocol=4), "uses the instruction"),
+        (pickle.dumps({1: [2.5]}, protocol=2), "uses the instruction BINFLOAT"),
+        (b"\x80\x02cnumpy\nload\n.", "asks for 'numpy.load'"),
+        (b"\x80\x02cscipy.sparse.csr\ncsr_matrix\n)\x81}b.", "'_shape'"),
+        (b"\x80\x02cnumpy\nndarray\nK\x07\x85R.", "calls numpy.ndarray with arguments"),
+        (b"\x80\x02}q\x01h\x01b.", "uses a dict where a Made belongs"),
+        (b"\x80\x02K\x01.", "uses a int where a dict belongs"),
+        (b"\x80\x02h\x07.", "7"),
+        (b"\x80\x02]", "pickle exhausted"),
+        (b"", "pickle exhausted"),
+        (b"\x80\x02T\xff\xff\xff\x7fabc", "expected 2147483647 bytes"),
+    ],
+)
+def test_other_pickles_are_refused_by_what_they_ask_for(tmp_path, content, message):
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(ValueError, match="is not a file of the Planetoid data sets") as error:
+        read_pickle(tmp_path / "bad")
+    assert message in str(error.value)
+
+
+def test_a_pickle_cannot_ask_for_more_memory_than_it_has_bytes(tmp_path):
+    # an array that claims 2^31 rows; a memo entry of number 2^32 − 1; one long list under many keys
+    huge = _old_array(np.arange(3, dtype=np.int32)).replace(b"J" + struct.pack("<i", 3), b"J" + struct.pack("<i", 2**31 - 1))
+    (tmp_path / "huge").write_bytes(b"\x80\x02" + huge + b".")
+    with pytest.raises(ValueError, match="an array of 8589934588 bytes with 12 bytes"):
+        read_pickle(tmp_path / "huge")
+    (tmp_path / "memo").write_bytes(b"\x80\x02}r\xff\xff\xff\xff(K\x01]q\x00ee.".replace(b"ee", b"u"))
+    assert read_pickle(tmp_path / "memo") == {1: []}
+    shared = b"\x80\x02}(K\x00](" + b"K\x01" * 50 + b"eq\x01" + b"".join(b"K%ch\x01" % key for key in range(1, 200)) + b"u."
+    (tmp_path / "shared").write_bytes(shared)
+    with pytest.raises(ValueError, match="more neighbours than it has bytes"):
+        read_pickle(tmp_path / "shared")
+
+
+@needs_planetoid
+@pytest.mark.parametrize(
+    ("part", "message"), [("tx", "not a file of the Planetoid"), ("graph", "not a file of the Planetoid")]
+)
+def test_a_truncated_file_is_named(tmp_path, part, message):
+    for path in (DATA / "planetoid").glob("ind.cora.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = (tmp_path / f"ind.cora.{part}").read_bytes()
+    (tmp_path / f"ind.cora.{part}").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=f"ind.cora.{part} is {message}"):
+        load_planetoid(tmp_path, "cora")
+
+
+@needs_planetoid
+def test_a_part_in_the_place_of_another_is_named(tmp_path):
+    for path in (DATA / "planetoid").glob("ind.cora.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "ind.cora.graph").write_bytes((tmp_path / "ind.cora.y").read_bytes())
+    with pytest.raises(ValueError, match=r"ind\.cora\.graph holds a ndarray; allowed: dict"):
+        load_planetoid(tmp_path, "cora")
+    (tmp_path / "ind.cora.graph").unlink()
+    with pytest.raises(ValueError, match=r"ind.cora.graph cannot be read: No such file"):
+        load_planetoid(tmp_path, "cora")
+
+
+# graphs
+
+
+def _parts(**changes):
+    splits = {"train": torch.tensor([0, 1]), "validation": torch.tensor([2]), "test": torch.tensor([3, 4])}
+    parts = {
+        "name": "g",
+        "features": torch.ones(5, 3),
+        "labels": torch.tensor([0, 1, 0, 1, 0]),
+        "edges": torch.tensor([[0, 1], [1, 0], [3, 3]]),
+        "splits": splits,
+        "class_names": ["a", "b"],
+    }
+    return parts | changes
+
+
+def test_edges_are_made_undirected_and_unique_with_one_self_loop_each():
+    graph = make_graph(**_parts())
+    assert graph.edge_index.T.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 2], [3, 3], [4, 4]]
+    assert is_connected(graph).tolist() == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"edges": torch.tensor([[0, 5]])}, "an edge of g ends at node 5; allowed: 0 to 4"),
+        ({"edges": torch.tensor([[-1, 2]])}, "an edge of g ends at node -1"),
+        ({"labels": torch.tensor([0, 1, 0, -1, 0])}, "split 'test' of g holds a node without a class"),
+        ({"labels": torch.tensor([0, 1])}, "g has 2 labels for 5 nodes"),
+        ({"features": torch.full((5, 3), torch.nan)}, "features of g are not finite"),
+        (
+            {"splits": {"train": torch.tensor([0, 1]), "test": torch.tensor([1])}},
+            "splits 'train' and 'test' of g share a node",
+        ),
+        ({"splits": {"train": torch.tensor([0, 0])}}, "split 'train' of g holds a node twice"),
+        ({"splits": {"train": torch.tensor([7])}}, "split 'train' of g is empty or names no node"),
+        ({"splits": {"train": torch.tensor([], dtype=torch.int64)}}, "split 'train' of g is empty"),
+    ],
+)
+def test_a_graph_that_does_not_fit_together_is_refused(monkeypatch, changes, message):
+    no_type_checks(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        make_graph(**_parts(**changes))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: load_graph("corra"), "dataset is 'corra'; allowed: generated, cora"),
+        (lambda: load_graph("cora", None), "data is None; allowed for cora"),
+        (lambda: load_graph("cora", Path("nowhere"), split=1), "split is 1; allowed for cora: 0"),
+        (lambda: load_graph("actor", Path("nowhere")), "actor.npz does not exist"),
+        (lambda: generate_graph(10, num_train=6, num_validation=4), "nodes left for testing"),
+        (lambda: leave_out_classes(generate_graph(), 4), "left_out_classes is 4; allowed for generated: 0 to 3"),
+    ],
+)
+def test_bad_names_and_numbers_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_generated_graph_repeats_with_its_seed_and_has_isolated_nodes():
+    first, again, other = generate_graph(seed=3), generate_graph(seed=3), generate_graph(seed=4)
+    assert torch.equal(first.features, again.features)
+    assert torch.equal(first.edge_index, again.edge_index)
+    assert not torch.equal(first.labels, other.labels)
+    assert torch.bincount(first.labels[first.splits["train"]]).tolist() == [20] * 5
+    assert (~is_connected(first)).any()
+
+
+def test_left_out_classes_leave_every_split_and_stay_in_the_graph():
+    graph = generate_graph(200, num_train=50, num_validation=50)
+    less = leave_out_classes(graph, 2)
+    assert less.class_names == graph.class_names[:3]
+    assert all(int(less.labels[less.splits[name]].max()) < 3 for name in ("train", "validation", "test"))
+    assert (less.labels[less.splits["left-out"]] >= 3).all()
+    assert less.num_nodes == graph.num_nodes
+
+
+# graphs made worse
+
+
+def test_corruption_changes_what_it_says_and_nothing_else():
+    graph = generate_graph(300, num_train=50, num_validation=50)
+    edges = graph.edge_index.shape[1] - graph.num_nodes
+    added, removed = corrupt.add_edges(graph, 0.5), corrupt.remove_edges(graph, 0.25)
+    # a few of the new edges exist already or are self-loops
+    assert 1.4 * edges < added.edge_index.shape[1] - graph.num_nodes <= 1.5 * edges + 2
+    assert removed.edge_index.shape[1] - graph.num_nodes == 2 * (edges // 2 - round(0.25 * (edges // 2)))
+    assert torch.equal(removed.edge_index, undirected(removed.edge_index, graph.num_nodes))
+    wrong = corrupt.change_labels(graph, 0.4)
+    assert int((wrong.labels != graph.labels).sum()) == 20
+    assert set((wrong.labels != graph.labels).nonzero().flatten().tolist()) <= set(graph.splits["train"].tolist())
+    noisy = corrupt.add_feature_noise(graph, 2.0)
+    expected = 2.0 * float(graph.features[graph.splits["train"]].std(correction=0))
+    # 60,000 normal draws: the standard error of the deviation is 0.29 % of it; five of them
+    assert abs(float((noisy.features - graph.features).std()) / expected - 1.0) < 5 * 0.0029
+
+
+@pytest.mark.parametrize(
+    ("change", "share"),
+    [
+        (corrupt.remove_edges, 1.5),
+        (corrupt.change_labels, -0.1),
+        (corrupt.add_edges, -1.0),
+        (corrupt.add_feature_noise, -1.0),
+    ],
+)
+def test_impossible_corruption_is_refused(change, share):
+    with pytest.raises(ValueError, match="allowed"):
+        change(generate_graph(60, num_train=10, num_validation=10), share)
