@@ -123,6 +123,12 @@ def test_projection_of_sparse_features_is_the_dense_product_with_its_gradient(gr
     direction = torch.randn_like(found)
     ours, theirs = (torch.autograd.grad(x, weight, direction)[0] for x in (found, expected))
     assert torch.allclose(ours, theirs, atol=1e-13)
+    shared = torch.einsum("nf,gfd->ngd", graph.features.double(), weight)
+    assert torch.allclose(features.project(features.values, weight), shared, atol=1e-13)
+    ours, theirs = (
+        torch.autograd.grad(x, weight, direction)[0] for x in (features.project(features.values, weight), shared)
+    )
+    assert torch.allclose(ours, theirs, atol=1e-13)
 
 
 def test_contextual_prior_shared_by_heads_is_refused(graph):

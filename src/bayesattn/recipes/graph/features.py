@@ -5,6 +5,7 @@ all heads are one sparse matrix with a block per head, its indices built once; o
 and one product with the transposed matrix its gradient.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class SparseFeatures:
     values: Float[Tensor, " nnz"]
     by_column: Int[Tensor, " nnz"]
     column_pointers: Int32[Tensor, " f1"]
-    _blocks: dict[int, Any] = field(default_factory=dict, repr=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, features: Float[Tensor, "n f"]) -> "SparseFeatures":
@@ -78,23 +79,38 @@ class SparseFeatures:
             column_pointers=_pointers(columns.sort().values, self.num_features),
         )
 
-    def project(self, values: Float[Tensor, "g nnz"], weight: Float[Tensor, "g f d"]) -> Float[Tensor, "n g d"]:
-        """Return X_g W_g for every g, where X_g has the entries `values[g]`; no gradient flows into them."""
-        return _Project.apply(weight, values, self)
+    def project(
+        self, values: Float[Tensor, "g nnz"] | Float[Tensor, " nnz"], weight: Float[Tensor, "g f d"]
+    ) -> Float[Tensor, "n g d"]:
+        """Return X_g W_g for every g; no gradient flows into the features.
 
-    def blocks(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return pointers and columns of the block-diagonal matrix of `count` blocks, and of its transpose."""
-        if count not in self._blocks:
-            rows = torch.repeat_interleave(
-                torch.arange(self.num_nodes, dtype=torch.int32, device=self.columns.device), self.pointers.diff()
-            )
-            self._blocks[count] = (
-                _stack_pointers(self.pointers, count),
-                _stack_columns(self.columns, count, self.num_features),
-                _stack_pointers(self.column_pointers, count),
-                _stack_columns(rows[self.by_column], count, self.num_nodes),
-            )
-        return self._blocks[count]
+        Args:
+            values: Entries of X_g, or of one X for all g.
+            weight: W_g.
+        """
+        return (_Project if values.ndim == 2 else _ProjectShared).apply(weight, values, self)
+
+    def blocks(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return pointers and columns of the block-diagonal matrix of `count` blocks."""
+        return self._stacked(("blocks", count), count, self.pointers, lambda: self.columns, self.num_features)
+
+    def transposed_blocks(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return pointers and columns of its transpose, the entries of each block in the order of `by_column`."""
+
+        def rows() -> Tensor:
+            nodes = torch.arange(self.num_nodes, dtype=torch.int32, device=self.columns.device)
+            return torch.repeat_interleave(nodes, self.pointers.diff())[self.by_column]
+
+        return self._stacked(("transposed", count), count, self.column_pointers, rows, self.num_nodes)
+
+    def _stacked(
+        self, key: tuple[str, int], count: int, pointers: Tensor, columns: Callable[[], Tensor], width: int
+    ) -> tuple[Tensor, Tensor]:
+        if key not in self._memo:
+            number = torch.arange(count, dtype=torch.int32, device=pointers.device)[:, None]
+            stacked = torch.cat([(pointers[:-1] + number * pointers[-1]).flatten(), count * pointers[-1:]])
+            self._memo[key] = (stacked, (columns() + number * width).flatten())
+        return self._memo[key]
 
 
 class _Project(torch.autograd.Function):
@@ -103,8 +119,7 @@ class _Project(torch.autograd.Function):
         ctx.features = features
         ctx.save_for_backward(values)
         (g, f, d), n = weight.shape, features.num_nodes
-        pointers, columns, _, _ = features.blocks(g)
-        matrix = torch.sparse_csr_tensor(pointers, columns, values.reshape(-1), (g * n, g * f), check_invariants=False)
+        matrix = _matrix(*features.blocks(g), values.reshape(-1), (g * n, g * f))
         return (matrix @ weight.reshape(g * f, d)).view(g, n, d).transpose(0, 1).contiguous()
 
     @staticmethod
@@ -112,10 +127,32 @@ class _Project(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (values,), features = ctx.saved_tensors, ctx.features
         (n, g, d), f = grad.shape, features.num_features
-        _, _, pointers, columns = features.blocks(g)
         transposed = values.index_select(1, features.by_column).view(-1)
-        matrix = torch.sparse_csr_tensor(pointers, columns, transposed, (g * f, g * n), check_invariants=False)
+        matrix = _matrix(*features.transposed_blocks(g), transposed, (g * f, g * n))
         return (matrix @ grad.transpose(0, 1).reshape(g * n, d)).view(g, f, d), None, None
+
+
+class _ProjectShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, values: Tensor, features: SparseFeatures) -> Tensor:
+        ctx.features = features
+        ctx.save_for_backward(values)
+        (g, f, d), n = weight.shape, features.num_nodes
+        matrix = _matrix(*features.blocks(1), values, (n, f))
+        return (matrix @ weight.transpose(0, 1).reshape(f, g * d)).view(n, g, d)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (values,), features = ctx.saved_tensors, ctx.features
+        (n, g, d), f = grad.shape, features.num_features
+        matrix = _matrix(*features.transposed_blocks(1), values.index_select(0, features.by_column), (f, n))
+        return (matrix @ grad.reshape(n, g * d)).view(f, g, d).transpose(0, 1), None, None
+
+
+def _matrix(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    # the indices were made here
+    return torch.sparse_csr_tensor(pointers, columns, values, shape, check_invariants=False)
 
 
 def row_positions(pointers: Int[Tensor, " n1"], rows: Int[Tensor, " k"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " k"]]:
@@ -129,13 +166,3 @@ def row_positions(pointers: Int[Tensor, " n1"], rows: Int[Tensor, " k"]) -> tupl
 
 def _pointers(sorted_rows: Tensor, count: int) -> Int32[Tensor, " c1"]:
     return torch._convert_indices_from_coo_to_csr(sorted_rows, count, out_int32=True)
-
-
-def _stack_pointers(pointers: Tensor, count: int) -> Tensor:
-    first = torch.arange(count, dtype=torch.int32, device=pointers.device)[:, None] * pointers[-1]
-    return torch.cat([(pointers[:-1] + first).flatten(), count * pointers[-1:]])
-
-
-def _stack_columns(columns: Tensor, count: int, width: int) -> Tensor:
-    first = torch.arange(count, dtype=torch.int32, device=columns.device)[:, None] * width
-    return (columns + first).flatten()

@@ -173,8 +173,10 @@ class GraphAttentionLayer(BayesianModule):
     def _project(self, x: SparseFeatures | Tensor) -> Float[Tensor, "n g d"]:
         """Return h of every node, from an input that every head drops anew."""
         if isinstance(x, SparseFeatures):
-            values = x.values.expand(len(self.weight), -1)
-            return x.project(self._drop(values, heads_first=True), self.weight)
+            values = x.values
+            if self.dropout.training and self.dropout.p > 0.0:
+                values = self._drop(values.expand(len(self.weight), -1), heads_first=True)
+            return x.project(values, self.weight)
         x = x.repeat_interleave(self.num_heads, dim=1) if self.num_heads > 1 else x
         return torch.einsum("ngf,gfd->ngd", self._drop(x), self.weight)
 
