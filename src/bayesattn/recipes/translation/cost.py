@@ -67,8 +67,8 @@ def measure_costs(
         torch.manual_seed(0)
         model = build_model(config, vocabulary_size).to(device).train()
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
-        case = f"{num_sentences} x {length} tokens, {config.encoder_dim}/{config.decoder_dim}, {vocabulary_size} types"
-        mode = f"train step, {config.decoder_mode}"
+        case = f"{num_sentences} x {length} tokens"
+        mode = "train step" if config.decoder_mode == "eager" else f"train step, {config.decoder_mode}"
         step = training_step(model, batch, autocast=autocast)
         if device == "cpu":
             suite.rows.append(_cpu_row(suite, case, name, mode, step))
