@@ -1,6 +1,5 @@
 """What a training step costs: every variant on the same batch, in one run, as multiples of soft attention's."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesattn.baselines import with_score_function
-from bayesattn.bench.harness import Row, Suite, peak_memory, versions
+from bayesattn.bench.harness import Row, Suite
 from bayesattn.recipes._train import one_thread
 from bayesattn.recipes.translation.batches import make_batch
 from bayesattn.recipes.translation.model import Translator
@@ -69,23 +68,7 @@ def measure_costs(
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
         case = f"{num_sentences} x {length} tokens"
         mode = "train step" if config.decoder_mode == "eager" else f"train step, {config.decoder_mode}"
-        step = training_step(model, batch, autocast=autocast)
-        if device == "cpu":
-            suite.rows.append(_cpu_row(suite, case, name, mode, step))
-        else:
-            suite.run(case, name, mode, step)
+        # on a CPU one thread: its ratios are of processor time, whatever else the machine does
+        with one_thread() if device == "cpu" else nullcontext():
+            suite.run(case, name, mode, training_step(model, batch, autocast=autocast))
     return suite.rows, parameters
-
-
-@one_thread()
-def _cpu_row(suite: Suite, case: str, provider: str, mode: str, step: Callable[[], None], *, num_steps: int = 7) -> Row:
-    """Time a step on one thread by the processor's clock: what else the machine does then does not count."""
-    memory = peak_memory(step, device="cpu")
-    seconds = []
-    for _ in range(num_steps):
-        start = time.process_time()
-        step()
-        seconds.append(time.process_time() - start)
-    low, median, high = (torch.quantile(torch.tensor(seconds), q).item() * 1e3 for q in (0.2, 0.5, 0.8))
-    first = suite.rows[0].median_ms if suite.rows else median
-    return Row(suite.name, case, provider, f"{mode}, CPU time", median, low, high, memory, median / first, **versions("cpu"))

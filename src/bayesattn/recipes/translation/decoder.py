@@ -6,6 +6,7 @@ the KL come after it, over all steps at once. So the loop holds two matrix produ
 nothing, and can be compiled or recorded (`graphs.py`).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -145,14 +146,15 @@ class Decoder(nn.Module):
         prior: Float[Tensor, "b 1 1 n"] | None,
         bias: Float[Tensor, "b #t n"] | None,
         drop: Float[Tensor, "t layers b 1 h"] | None,
+        step: Callable[..., tuple[State, Tensor]] | None = None,
     ) -> Unrolled:
-        """Run all steps with the given inputs (teacher forcing); tensors in, tensors out."""
+        """Run all steps with the given inputs (teacher forcing); tensors in, tensors out. `step` may be a compiled one."""
         memory = Memory(values, keys, mask, prior)
         state = self.start(memory)
         states, contexts, scores = [], [], []
         for t, now in enumerate(input_gates.split(1, dim=1)):
             here = None if bias is None else bias[:, min(t, bias.shape[1] - 1)].unsqueeze(1)
-            state, found = self.step(now, state, memory, here, None if drop is None else drop[t])
+            state, found = (step or self.step)(now, state, memory, here, None if drop is None else drop[t])
             states.append(state.hidden[-1])
             contexts.append(state.context)
             scores.append(found)

@@ -11,6 +11,7 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
                                variational)
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -33,7 +34,7 @@ def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
         variant = decoder.attention.weights.config.variant
         raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
     if mode == "compile":
-        return torch.compile(decoder.unroll)
+        return functools.partial(decoder.unroll, step=torch.compile(decoder.step))
     return GraphedUnroll(decoder)
 
 
