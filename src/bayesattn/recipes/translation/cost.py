@@ -49,26 +49,29 @@ def measure_costs(
     vocabulary_size: int,
     device: str,
     autocast: torch.dtype | None = None,
+    rounds: int = 11,
 ) -> tuple[list[Row], dict[str, int]]:
     """Time a training step of every config on one batch; returns the rows and the number of parameters, by name.
 
     Args:
-        configs: Named; ratios are to the first.
+        configs: Named, all with one `decoder_mode`; ratios are to the first.
         num_sentences: Of the batch.
         length: Tokens of every sentence.
         vocabulary_size: Tokens.
         device: `cpu` or `cuda`.
         autocast: Low precision, or None.
+        rounds: Steps timed on a CPU.
     """
-    suite, parameters = Suite("translation", device), {}
+    suite, parameters, calls = Suite("translation", device), {}, {}
     batch = random_batch(num_sentences, length, vocabulary_size)
     for name, config in configs:
         torch.manual_seed(0)
         model = build_model(config, vocabulary_size).to(device).train()
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
-        case = f"{num_sentences} x {length} tokens"
-        mode = "train step" if config.decoder_mode == "eager" else f"train step, {config.decoder_mode}"
-        # on a CPU one thread: its ratios are of processor time, whatever else the machine does
-        with one_thread() if device == "cpu" else nullcontext():
-            suite.run(case, name, mode, training_step(model, batch, autocast=autocast))
+        calls[name] = training_step(model, batch, autocast=autocast)
+    decoder_mode = configs[0][1].decoder_mode
+    mode = "train step" if decoder_mode == "eager" else f"train step, {decoder_mode}"
+    # on a CPU one thread, its processor time, in turn: neither drift nor other programs enter the ratios
+    with one_thread():
+        suite.compare(f"{num_sentences} x {length} tokens", mode, calls, rounds=rounds)
     return suite.rows, parameters
