@@ -97,6 +97,13 @@ def test_post_hoc_noise_is_tuned_and_taken_back(soft_run):
     assert torch.equal(found.splits["test"].samples["mean"], alone.splits["test"].samples["mean"])
 
 
+def test_data_of_the_run_come_before_the_variable(soft_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("BAYESATTN_DATA", str(tmp_path))
+    assert predict_run(soft_run, noise=(0.0,), methods=["mean"], data=tmp_path).splits["test"].labels is not None
+    with pytest.raises(ValueError, match=r"holds no train\.tsv"):
+        predict_run(soft_run, noise=(0.0,), methods=["mean"], data=tmp_path.parent)
+
+
 def test_data_that_moved_are_found_by_the_variable(soft_run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(soft_run, folder)

@@ -1,5 +1,6 @@
 """Fine-tuning through the command line: it learns, its run stands alone, and what goes wrong leaves nothing behind."""
 
+import dataclasses
 import json
 
 import pytest
@@ -54,7 +55,8 @@ def test_run_folder_holds_no_pickle(bayesian_run):
     files = sorted(str(path.relative_to(bayesian_run)) for path in bayesian_run.rglob("*") if path.is_file())
     allowed = {"answers.json", "metrics.json", "predictions.safetensors", "report.html"}
     assert set(files) - allowed == {
-        "checkpoint.safetensors", "log.jsonl", "run.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json",
+        "checkpoint.safetensors", "log.csv", "log.jsonl", "run.json",
+        "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json",
     }  # fmt: skip
 
 
@@ -183,6 +185,27 @@ def test_train_size_takes_part_of_the_training_examples(sentiment):
     prepared = prepare_run(load_config("own", [*FEW, "train_size=37"]), sentiment)
     assert len(prepared.splits["train"].rows) == 37
     assert prepared.note == "37 training examples"
+
+
+def test_complete_run_is_left_as_it_is_by_resume(soft_run):
+    before = {path: path.stat().st_mtime_ns for path in soft_run.rglob("*")}
+    config = load_run(soft_run).config
+    assert train_run(config, soft_run, data=sentiment_data(), resume=True).rows == log_of(soft_run)
+    assert {path: path.stat().st_mtime_ns for path in soft_run.rglob("*")} == before
+    with pytest.raises(RunError, match=r"is another run: config\.seed is 1 and was 0"):
+        train_run(dataclasses.replace(config, seed=1), soft_run, data=sentiment_data(), resume=True)
+
+
+def test_loss_that_is_not_finite_stops_the_run(sentiment, tmp_path):
+    config = load_config("own", [*FEW, "training.learning_rate=1e30", "training.clip_norm=null", "training.warmup=0"])
+    with pytest.raises(ValueError, match="the loss is not finite after step 3"):
+        train_run(config, tmp_path, data=sentiment)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_settings_of_the_other_training_loop_are_refused():
+    with pytest.raises(ValueError, match=r"training\.noise is 'keyed'; allowed where the Hugging Face Trainer trains"):
+        load_config("own", ["training.noise=keyed"])
 
 
 @pytest.mark.parametrize("variant", ["BAM-WC", "soft"])

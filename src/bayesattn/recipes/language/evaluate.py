@@ -99,9 +99,15 @@ def predict_run(
 
 
 def _data_folder(run: LoadedRun, given: Path | None) -> Path | None:
+    """Return the folder that was asked for, else the run's own, else the one that the variable names.
+
+    The command line cannot tell an option from the variable, so a folder that equals the variable's counts as the latter.
+    """
     named = os.environ.get("BAYESATTN_DATA")
-    is_gone = run.data is not None and not run.data.exists()
-    return given or (Path(named) if named and is_gone else run.data)
+    if given is not None and str(given) != named:
+        return given
+    is_gone = run.data is None or not run.data.exists()
+    return Path(named) if named and is_gone else run.data
 
 
 def write_answers(folder: Path, answers: Answers) -> None:

@@ -4,8 +4,10 @@ The key `training` of a config is mapped onto `TrainingArguments`. The Trainer's
 nothing: runs are written by `train.py`, in files that cannot run code.
 """
 
+import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +53,12 @@ class LanguageTraining(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("noise", "on_nonfinite", "checkpoint_steps", "checkpoint_seconds"):
+            default = TrainingConfig.__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"training.{name} is {getattr(self, name)!r}; allowed where the Hugging Face Trainer trains: {default!r}"
+                )
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps is {self.steps!r}; allowed: an integer of at least 1, or null")
         if not 0.0 < self.learning_rate < float("inf"):
@@ -79,10 +87,13 @@ class LogCallback(TrainerCallback):
     Args:
         config: How to train.
         on_progress: Called after every optimiser step.
+        on_row: Called with every row.
     """
 
-    def __init__(self, config: LanguageTraining, on_progress: Progress) -> None:
-        self.config, self.on_progress = config, on_progress
+    def __init__(
+        self, config: LanguageTraining, on_progress: Progress, on_row: Callable[[dict[str, Any]], Any] = lambda row: None
+    ) -> None:
+        self.config, self.on_progress, self.on_row = config, on_progress, on_row
         self.log = MetricLog()
         self.best: dict[str, Tensor] | None = None
         self._best_row: dict[str, Any] | None = None
@@ -109,8 +120,14 @@ class LogCallback(TrainerCallback):
         }
         timings = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
         row |= {name.replace("eval_", "validation_"): value for name, value in metrics.items() if name not in timings}
+        if not math.isfinite(row.get("train_nll", 0.0) + row.get("validation_loss", 0.0)):
+            raise ValueError(
+                f"the loss is not finite after step {row['step']}; allowed: settings under which it is (a lower "
+                "training.learning_rate, or training.precision=fp32)"
+            )
         row["is_best"] = self._is_better(row)
         self.log.add(**row)
+        self.on_row(row)
         if row["is_best"]:
             self._best_row = row
             if self.config.keep != "last":
@@ -137,6 +154,7 @@ def fit(
     *,
     seed: int,
     on_progress: Progress = lambda done, total: None,
+    on_row: Callable[[dict[str, Any]], Any] = lambda row: None,
 ) -> MetricLog:
     """Train a converted model in place, on a GPU if there is one, and return its log.
 
@@ -148,11 +166,12 @@ def fit(
         config: How.
         seed: Of batch order, dropout and noise.
         on_progress: Called with the steps done and to do.
+        on_row: Called with the row of every epoch.
     """
     is_stochastic = any(getattr(part, "is_sampling", False) for part in model.train().modules())
     trainer_class: Any = Trainer if not is_stochastic else SpanTrainer if task.kind == "spans" else BayesianTrainer
     options = {"kl_schedule": config.kl_schedule} if is_stochastic else {}
-    callback = LogCallback(config, on_progress)
+    callback = LogCallback(config, on_progress, on_row)
     with quiet(), tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model,
@@ -165,7 +184,9 @@ def fit(
             **options,
         )
         trainer.remove_callback(PrinterCallback)
+        start = time.perf_counter()
         trainer.train()
+        callback.log.seconds = time.perf_counter() - start
     if callback.best is not None:
         model.load_state_dict(callback.best)
     model.eval()
@@ -199,6 +220,7 @@ def training_arguments(config: LanguageTraining, task: Task, folder: str, seed: 
         seed=seed,
         prediction_loss_only=task.kind == "spans",
         logging_strategy="epoch",
+        logging_nan_inf_filter=False,
         eval_strategy="epoch",
         save_strategy="no",
         report_to="none",

@@ -35,7 +35,6 @@ from bayesattn.recipes.language.train import (
     write_record,
 )
 from bayesattn.runs import (
-    LOG_FILE,
     RUN_FILE,
     Predictions,
     RunError,
@@ -43,6 +42,7 @@ from bayesattn.runs import (
     make_run_folder,
     read_predictions,
     read_run,
+    write_log,
     write_predictions,
     write_run,
 )
@@ -256,11 +256,11 @@ def run_job(job: Job) -> None:
     predictor = Predictor(fitted.model, prepared.task, job.config, collator, prepared.class_names)
     predictions, answers = predictor.predict(splits, methods=job.methods, num_samples=NUM_SAMPLES)
     make_run_folder(job.folder, overwrite=True)
-    fitted.log.write(job.folder / LOG_FILE)
+    write_log(job.folder, fitted.log.rows)
     write_predictions(job.folder, predictions)
     if answers:
         write_answers(job.folder, answers)
-    write_record(job.folder, job.config, fitted, job.data, round(trained - start, 3))
+    write_record(job.folder, job.config, fitted, job.data)
     measured = measure_run(job.folder, num_resamples=0)
     times = {"train_seconds": trained - start, "evaluate_seconds": time.perf_counter() - trained}
     for method in job.methods:

@@ -2,8 +2,7 @@
 
 import dataclasses
 import shutil
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +13,25 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import report
 from bayesattn.recipes import _runs
+from bayesattn.recipes._checkpoints import check_identity
+from bayesattn.recipes._tensorboard import TensorBoardLog
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, override, seed_everything
 from bayesattn.recipes.language.features import Collator
 from bayesattn.recipes.language.fit import LanguageTraining, Progress, fit, quiet
 from bayesattn.recipes.language.model import build_model, encoder_config, load_pretrained, set_up
 from bayesattn.recipes.language.prepare import Prepared, prepare
 from bayesattn.recipes.language.tasks import Task, find_task
-from bayesattn.runs import CHECKPOINT_FILE, LOG_FILE, RunError, make_run_folder, read_run, write_run, write_tensors
+from bayesattn.runs import (
+    CHECKPOINT_FILE,
+    RUN_FILE,
+    RunError,
+    check_run_folder,
+    make_run_folder,
+    read_run,
+    write_log,
+    write_run,
+    write_tensors,
+)
 
 RECIPE = "language"
 CONFIGS = Path(__file__).parent / "configs"
@@ -142,17 +153,31 @@ def make_model(config: LanguageConfig, prepared: Prepared) -> PreTrainedModel:
         return load_pretrained(prepared.encoder, settings, prepared.task.kind, config.attention)
 
 
-def train_model(config: LanguageConfig, data: Path | None, on_progress: Progress = lambda done, total: None) -> Fitted:
-    """Train a model without writing anything."""
+def train_model(
+    config: LanguageConfig,
+    data: Path | None,
+    on_progress: Progress = lambda done, total: None,
+    on_row: Callable[[dict[str, Any]], Any] = lambda row: None,
+    begin: Callable[[], Any] = lambda: None,
+) -> Fitted:
+    """Train a model without writing anything.
+
+    Args:
+        config: The run.
+        data: The data folder.
+        on_progress: Called with the optimiser steps done and to do.
+        on_row: Called with the row of every epoch.
+        begin: Called when data and model are ready and training begins.
+    """
     prepared = prepare_run(config, data)
     seed_everything(config.seed)
     model = make_model(config, prepared)
-    return _fitted(config, prepared, model, on_progress)
-
-
-def _fitted(config: LanguageConfig, prepared: Prepared, model: PreTrainedModel, on_progress: Progress) -> Fitted:
+    begin()
     collator = make_collator(config, prepared.tokenizer)
-    log = fit(model, prepared.task, prepared.splits, collator, config.training, seed=config.seed, on_progress=on_progress)
+    log = fit(
+        model, prepared.task, prepared.splits, collator, config.training,
+        seed=config.seed, on_progress=on_progress, on_row=on_row,
+    )  # fmt: skip
     return Fitted(model, prepared, log)
 
 
@@ -163,28 +188,50 @@ def train_run(
     *,
     data: Path | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    tensorboard: bool = False,
 ) -> MetricLog:
     """Train and write a run folder: parameters, tokenizer, log, and last of all `run.json`.
 
     The folder needs neither the data nor the encoder afterwards: `serve.load` and `load_run` read it alone.
+
+    Args:
+        config: The run.
+        out: The folder.
+        on_progress: Called with the optimiser steps done and to do.
+        data: The data folder.
+        overwrite: Replace a run that is in the folder.
+        resume: Leave a complete run as it is. An unfinished one begins again: fine-tuning takes minutes, and the Trainer's
+            own checkpoints are pickles, which a run folder does not have.
+        tensorboard: Also write the log as TensorBoard events.
     """
-    prepared = prepare_run(config, data)
-    seed_everything(config.seed)
-    model = make_model(config, prepared)
-    make_run_folder(out, overwrite=overwrite)
-    (out / ANSWERS_FILE).unlink(missing_ok=True)
-    shutil.rmtree(out / TOKENIZER_FOLDER, ignore_errors=True)
-    start = time.perf_counter()
-    fitted = _fitted(config, prepared, model, on_progress)
-    seconds = round(time.perf_counter() - start, 3)
-    write_tensors(out / CHECKPOINT_FILE, model.state_dict())
-    prepared.tokenizer.save_pretrained(out / TOKENIZER_FOLDER)
-    fitted.log.write(out / LOG_FILE)
-    write_record(out, config, fitted, data, seconds)
+    if resume and overwrite:
+        raise ValueError("resume and overwrite are both True; allowed: one of them")
+    if resume and (out / RUN_FILE).exists():
+        identity = {"recipe": RECIPE, "config": dataclasses.asdict(config)}
+        found = read_run(out)
+        check_identity(out, {name: found[name] for name in identity}, identity)
+        return _runs.read_log(out)
+    check_run_folder(out, overwrite=overwrite)
+    events = TensorBoardLog(out) if tensorboard else None
+
+    def begin() -> None:
+        make_run_folder(out, overwrite=overwrite)
+        (out / ANSWERS_FILE).unlink(missing_ok=True)
+        shutil.rmtree(out / TOKENIZER_FOLDER, ignore_errors=True)
+
+    on_row = (lambda row: None) if events is None else events.add
+    fitted = train_model(config, data, on_progress, on_row, begin)
+    write_tensors(out / CHECKPOINT_FILE, fitted.model.state_dict())
+    fitted.prepared.tokenizer.save_pretrained(out / TOKENIZER_FOLDER)
+    write_log(out, fitted.log.rows)
+    write_record(out, config, fitted, data)
+    if events is not None:
+        events.close()
     return fitted.log
 
 
-def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path | None, seconds: float) -> None:
+def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path | None) -> None:
     """Write `run.json` of a trained model."""
     prepared = fitted.prepared
     write_run(
@@ -204,7 +251,7 @@ def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path |
         num_truncated={name: split.num_truncated for name, split in prepared.splits.items()},
         num_parameters=sum(parameter.numel() for parameter in fitted.model.parameters()),
         added_parameters=report(fitted.model).added_parameters,
-        train_seconds=seconds,
+        train_seconds=round(fitted.log.seconds, 3),
     )
 
 
