@@ -15,7 +15,6 @@ RECIPES = {
     "translation": "German to English with LSTMs: Multi30k, Tatoeba, IWSLT14; Bayesian, hard, variational attention",
     "captioning": "image captions with Att2in: generated shapes, Flickr8k, COCO",
     "vqa": "visual question answering with MCAN: VQA-v2, DAQUAR, a generated world of shapes",
-    "language": "pretrained encoders fine-tuned on GLUE, SQuAD or texts of your own",
 }
 
 

@@ -40,11 +40,9 @@ def predict_run(
         methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian model, alone or with its dropout
             masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
         seed: Of the draws.
-        data: Has to be None: the images come with scikit-learn.
+        data: The folder of the data sets, in which there is nothing to look for: the images come with scikit-learn.
         on_progress: Called with the number of splits and methods done and to do, for a progress bar.
     """
-    if data is not None:
-        raise ValueError(f"data is {str(data)!r}; allowed for digits: none, its images come with scikit-learn")
     config, model = load_run(folder)
     allowed = available_methods(config)
     methods = allowed[:2] if methods is None else list(dict.fromkeys(methods))

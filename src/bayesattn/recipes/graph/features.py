@@ -138,7 +138,8 @@ class _ProjectShared(torch.autograd.Function):
         ctx.features = features
         ctx.save_for_backward(values)
         (g, f, d), n = weight.shape, features.num_nodes
-        matrix = _matrix(*features.blocks(1), values, (n, f))
+        pointers, columns = features.blocks(1)
+        matrix = _matrix(pointers, columns, values, (n, f))
         return (matrix @ weight.transpose(0, 1).reshape(f, g * d)).view(n, g, d)
 
     @staticmethod
@@ -146,7 +147,8 @@ class _ProjectShared(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (values,), features = ctx.saved_tensors, ctx.features
         (n, g, d), f = grad.shape, features.num_features
-        matrix = _matrix(*features.transposed_blocks(1), values.index_select(0, features.by_column), (f, n))
+        pointers, columns = features.transposed_blocks(1)
+        matrix = _matrix(pointers, columns, values.index_select(0, features.by_column), (f, n))
         return (matrix @ grad.reshape(n, g * d)).view(f, g, d).transpose(0, 1), None, None
 
 
