@@ -307,7 +307,12 @@ def test_scores_are_sacrebleus():
     assert bleu.corpus_bleu(references, references).score == pytest.approx(100.0)
     assert bleu.corpus_bleu(["THE DOG RAN HOME NOW"], ["the dog ran home now"], "lowercase").score == pytest.approx(100.0)
     assert bleu.sentence_scores(outputs, references)["chrf"][1] == pytest.approx(100.0)
-    assert bleu.bootstrap_p_value(outputs, outputs, references, num_resamples=50) > 0.5
+    assert bleu.bootstrap_p_value(outputs, outputs, references, num_resamples=50) == 1.0
+    worse = ["a cat", "dogs run"] * 20
+    assert bleu.bootstrap_p_value(worse, references * 20, references * 20, num_resamples=99) < 0.05
+    # one sentence of forty differs by a word
+    nearly = [*(references * 20)[:-1], "the dog ran home then"]
+    assert bleu.bootstrap_p_value(references * 20, nearly, references * 20, num_resamples=99) > 0.05
 
 
 def common_words(output, reference):

@@ -65,6 +65,9 @@ def bootstrap_p_value(
 ) -> float:
     """Return the p-value of a paired bootstrap test that two systems have the same BLEU (Koehn, 2004)."""
     metric = _metrics().BLEU()
+    if list(baseline) == list(ours):
+        # sacrebleu counts differences above the observed one, and finds none above 0: its p would be the smallest there is
+        return 1.0
     systems = [("baseline", list(baseline)), ("ours", list(ours))]
     paired_test = _load("sacrebleu.significance").PairedTest
     test = paired_test(systems, {"BLEU": metric}, [list(references)], test_type="bs", n_samples=num_resamples)
