@@ -119,7 +119,8 @@ class _Project(torch.autograd.Function):
         ctx.features = features
         ctx.save_for_backward(values)
         (g, f, d), n = weight.shape, features.num_nodes
-        matrix = _matrix(*features.blocks(g), values.reshape(-1), (g * n, g * f))
+        pointers, columns = features.blocks(g)
+        matrix = _matrix(pointers, columns, values.reshape(-1), (g * n, g * f))
         return (matrix @ weight.reshape(g * f, d)).view(g, n, d).transpose(0, 1).contiguous()
 
     @staticmethod
@@ -128,7 +129,8 @@ class _Project(torch.autograd.Function):
         (values,), features = ctx.saved_tensors, ctx.features
         (n, g, d), f = grad.shape, features.num_features
         transposed = values.index_select(1, features.by_column).view(-1)
-        matrix = _matrix(*features.transposed_blocks(g), transposed, (g * f, g * n))
+        pointers, columns = features.transposed_blocks(g)
+        matrix = _matrix(pointers, columns, transposed, (g * f, g * n))
         return (matrix @ grad.transpose(0, 1).reshape(g * n, d)).view(g, f, d), None, None
 
 
