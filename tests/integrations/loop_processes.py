@@ -84,7 +84,8 @@ def run_on(world: int, function: Callable[[], None], deadline: float = 120.0) ->
                 os._exit(1)
             if world > 1:
                 dist.barrier()
-            os._exit(0)
+            # each process alone would pass most tests
+            os._exit(0 if PartialState().num_processes == world else 1)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [0] * world, f"{world} processes ended with {codes}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch import nn
 
 from bayesattn.config import AttentionConfig
@@ -93,7 +93,8 @@ def train_run(
     seed_everything(config.seed)
     experiment = build()
     identity |= {"num_examples": experiment.num_examples, "num_steps": num_steps(experiment, config.training)}
-    processes = PartialState()
+    # not PartialState, which on a CPU does not look for the other processes, and keeps Accelerator from doing so
+    processes = Accelerator(mixed_precision="no")
     if processes.is_main_process and not resume:
         make_run_folder(out, overwrite=overwrite)
     processes.wait_for_everyone()
