@@ -7,7 +7,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 TYPES := --jaxtyping-packages=bayesattn,beartype.beartype
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all test-compile test-kernels test-docs test-gpu lint fmt ci clean
+.PHONY: help setup demo test test-all test-compile test-kernels test-docs test-gpu soak lint fmt ci clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -40,6 +40,11 @@ test-docs: setup ## doctests
 
 test-gpu: setup  ## on a machine with a GPU
 	$(PYTEST) -m gpu tests
+
+soak: setup      ## kills, hostile files and a long run: an hour, for releases
+	$(TEST_ENV) $(BIN)/python benchmarks/soak/kills.py digits wc
+	$(TEST_ENV) $(BIN)/python benchmarks/soak/fuzz.py
+	$(TEST_ENV) $(BIN)/python benchmarks/soak/leak.py
 
 lint: setup      ## style, types, import direction
 	$(BIN)/ruff check .
