@@ -126,7 +126,8 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        (values,), features = ctx.saved_tensors, ctx.features
+        features: SparseFeatures = ctx.features
+        (values,) = ctx.saved_tensors
         (n, g, d), f = grad.shape, features.num_features
         transposed = values.index_select(1, features.by_column).view(-1)
         pointers, columns = features.transposed_blocks(g)
@@ -147,7 +148,8 @@ class _ProjectShared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        (values,), features = ctx.saved_tensors, ctx.features
+        features: SparseFeatures = ctx.features
+        (values,) = ctx.saved_tensors
         (n, g, d), f = grad.shape, features.num_features
         pointers, columns = features.transposed_blocks(1)
         matrix = _matrix(pointers, columns, values.index_select(0, features.by_column), (f, n))
