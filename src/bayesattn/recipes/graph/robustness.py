@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
 from bayesattn import metrics
+from bayesattn.plots._style import COLORS, new_figure
 from bayesattn.recipes import _tables
 from bayesattn.recipes._train import one_thread, progress
 from bayesattn.recipes.graph.corrupt import add_edges, add_feature_noise, change_labels, remove_edges
@@ -34,6 +36,7 @@ from bayesattn.runs import write_bytes
 ENSEMBLE = 5
 NUM_SAMPLES = 20
 CLEAN = "clean"
+MARKERS = {"mean": "o", "attention": "s", "dropout": "^", "ensemble": "D"}
 # how the test nodes are predicted, and how the networks were trained
 PREDICTED: dict[str, Callable[[Graph], Graph]] = {
     CLEAN: lambda graph: graph,
@@ -153,9 +156,8 @@ def compare(rows: Sequence[dict[str, Any]], baselines: Sequence[tuple[str, str]]
                 ours = {seed: row[name] for seed, row in of_seed.items() if row[name] is not None}
                 if not ours:
                     continue
-                where = ", ".join(part for part in situation if part != CLEAN) or CLEAN
                 line = [
-                    where,
+                    _words(situation),
                     f"{series[0]}, {series[1]}",
                     MEASURES[name][0],
                     _tables.show(over_runs(list(ours.values())), digits=4),
@@ -171,36 +173,43 @@ def compare(rows: Sequence[dict[str, Any]], baselines: Sequence[tuple[str, str]]
     return lines
 
 
-def plot(rows: Sequence[dict[str, Any]], name: str):
-    """Draw one measure of every method over the test graphs; error bars are 95 % intervals over seeds."""
-    import matplotlib.pyplot as plt
+def plot(rows: Sequence[dict[str, Any]], name: str) -> Figure:
+    """Draw one measure of every config (colour) and method (shape) over the situations.
 
+    Error bars are 95 % intervals over seeds; with fewer than five values (ensembles) there is none.
+    """
     situations = list(dict.fromkeys((row["trained"], row["predicted"]) for row in rows if row[name] is not None))
-    series = list(dict.fromkeys((row["config"], row["method"]) for row in rows))
-    figure, ax = plt.subplots(figsize=(8.0, 4.2), layout="constrained")
+    series = list(dict.fromkeys((row["config"], row["method"]) for row in rows if row[name] is not None))
+    configs = list(dict.fromkeys(config for config, _ in series))
+    figure, axes = new_figure(9.0, 4.6)
+    ax = axes[0][0]
     for index, key in enumerate(series):
-        places, values, halves = [], [], []
+        points = []
         for place, situation in enumerate(situations):
             found = [
                 row[name]
                 for row in rows
-                if (row["config"], row["method"]) == key
-                and (row["trained"], row["predicted"]) == situation
-                and row[name] is not None
+                if (row["config"], row["method"]) == key and (row["trained"], row["predicted"]) == situation
             ]
-            if found:
+            if found and None not in found:
                 summary = over_runs(found)
-                places.append(place + 0.12 * (index - (len(series) - 1) / 2))
-                values.append(summary.value)
-                halves.append(0.0 if summary.high is None else summary.high - summary.value)
-        ax.errorbar(places, values, yerr=halves, fmt="o", markersize=4, capsize=2, label=f"{key[0]}, {key[1]}")
-    words = [", ".join(part for part in situation if part != CLEAN) or CLEAN for situation in situations]
-    ax.set_xticks(range(len(situations)), words, rotation=25, ha="right", fontsize=8)
+                half = summary.high - summary.value if summary.high is not None and len(found) >= 5 else 0.0
+                points.append((place + 0.75 * ((index + 0.5) / len(series) - 0.5), summary.value, half))
+        places, values, halves = zip(*points, strict=True)
+        style = {"color": COLORS[configs.index(key[0]) % len(COLORS)], "fmt": MARKERS[key[1]]}
+        ax.errorbar(places, values, yerr=halves, markersize=5, capsize=2, label=f"{key[0]}, {key[1]}", **style)
+    ax.set_xticks(
+        range(len(situations)), [_words(situation) for situation in situations], rotation=20, ha="right", fontsize=8
+    )
     heading, larger = MEASURES[name]
     ax.set_ylabel(f"{heading} ({'higher' if larger else 'lower'} is better)")
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(fontsize=7, ncols=2)
+    figure.legend(loc="outside upper center", fontsize=7, ncols=3)
     return figure
+
+
+def _words(situation: tuple[str, str]) -> str:
+    return ", ".join(part for part in situation if part != CLEAN) or CLEAN
 
 
 def main() -> None:
