@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -166,7 +167,8 @@ def test_no_reader_of_the_library_opens_pickles():
 
     for path in Path(bayesattn.__file__).parent.rglob("*.py"):
         text = path.read_text()
-        assert "torch.load(" not in text or "weights_only=True" in text, path
+        # safetensors.torch.load is not the one that opens pickles
+        assert not re.search(r"(?<!safetensors\.)torch\.load\(", text) or "weights_only=True" in text, path
         assert "yaml.unsafe" not in text, path
         assert "pickle.load" not in text, path
 
