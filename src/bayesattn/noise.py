@@ -113,7 +113,9 @@ def generator_halves(
     """Draw the same kind of integers from torch's generator: several times faster on a CPU, for calls without a seed."""
     numel = math.prod(shape)
     size, limits = (-(-numel // 4),), (-(2**63), 2**63 - 1)
-    words = torch.randint(*limits, size, dtype=torch.int64, device=device, generator=generator)
+    # torch.compile knows sizes that depend on data only where no generator is named, not even None
+    named = {} if generator is None else {"generator": generator}
+    words = torch.randint(*limits, size, dtype=torch.int64, device=device, **named)
     return words.view(torch.int16)[:numel].view(shape)
 
 
