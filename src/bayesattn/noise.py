@@ -23,6 +23,7 @@ batch word is 0, so an example draws the same noise wherever it stands in a batc
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Int16
@@ -114,7 +115,7 @@ def generator_halves(
     numel = math.prod(shape)
     size, limits = (-(-numel // 4),), (-(2**63), 2**63 - 1)
     # torch.compile knows sizes that depend on data only where no generator is named, not even None
-    named = {} if generator is None else {"generator": generator}
+    named: dict[str, Any] = {} if generator is None else {"generator": generator}
     words = torch.randint(*limits, size, dtype=torch.int64, device=device, **named)
     return words.view(torch.int16)[:numel].view(shape)
 
