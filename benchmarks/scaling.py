@@ -26,7 +26,7 @@ from bayesattn.recipes._train import seed_everything
 from bayesattn.runs import write_csv
 
 TOKENS, WIDTH, LAYERS, HEADS, CLASSES = 64, 256, 4, 4, 10
-SHARE, WARM_UP, STEPS = 16, 2, 8
+SHARE, WARM_UP, STEPS = 16, 2, 24
 
 
 class Encoder(Experiment):
@@ -56,7 +56,8 @@ def work(rank: int, world: int, port: int, result: str) -> None:
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1")
+    # accelerate gives a lone process every core unless OMP_NUM_THREADS speaks
+    os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     seed_everything(0)
     times = []
     config = TrainingConfig(epochs=1, batch_size=SHARE * world)
