@@ -64,7 +64,7 @@ def main() -> None:
         {"WEIBULL": True, "CLEAN": False, "MOMENTS": False, "KIND": 0},
     ]
     pairs = [(case, switches[0]) for case in cases] + [(cases[0], other) for other in switches[1:]]
-    for name, (case, switch) in itertools.product(("forward", "backward"), pairs):
+    for name, (case, switch) in itertools.product(("edge_forward", "edge_backward"), pairs):
         print(json.dumps(compile_kernel(name, *case, **switch)), flush=True)
 
 

@@ -16,9 +16,9 @@ import bayesattn as ba
 from bayesattn.functional import attention
 from bayesattn.ops.attention import kernels, reference, weibull
 from bayesattn.ops.attention import triton as fused
-from bayesattn.ops.attention.launch import LAUNCHES
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.ops.launch import LAUNCHES
 
 HAS_GPU = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])

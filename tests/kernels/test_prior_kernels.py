@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 import bayesattn as ba
-from bayesattn.ops.attention.launch import LAUNCHES
 from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.ops.launch import LAUNCHES
 from bayesattn.priors import ContextualPrior
 
 HAS_GPU = torch.cuda.is_available() and not INTERPRETED

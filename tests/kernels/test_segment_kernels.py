@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 import bayesattn as ba
 from bayesattn.functional import edge_attention
 from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.ops.launch import LAUNCHES
 from bayesattn.ops.segment import launch
 from bayesattn.ops.segment import triton as fused
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.launch import LAUNCHES
 
 HAS_GPU = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
@@ -69,7 +69,7 @@ def check(sizes, config, scope="graph", dtype=torch.float32):
     yardstick = results_and_gradients(edges, tensors, config, scope, "reference", dtype, upstream)
     before = LAUNCHES.copy()
     ours = results_and_gradients(edges, tensors, config, scope, "triton", dtype, upstream)
-    assert LAUNCHES - before == {"forward": 1, "backward": 1}
+    assert LAUNCHES - before == {"edge_forward": 1, "edge_backward": 1}
     for name, x, y, t in zip(("output", "kl", "scores", "value", "prior"), ours, yardstick, truth, strict=False):
         assert torch.isfinite(x).all(), name
         # twice the reference's error, and what its entry-wise sums save against sums over whole rows

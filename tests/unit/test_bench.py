@@ -46,8 +46,9 @@ def test_the_ratio_of_a_comparison_is_the_median_over_its_rounds(monkeypatch, ca
 
 
 def test_the_conversion_suite_compares_the_same_model_before_and_after(capsys):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
-    rows = conversion.run("cpu", sizes=sizes, batch=2, length=5, rounds=1)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    cases = [conversion.Case(family, family, sizes, batch=2, length=5, padding=2, rounds=1) for family in ("bert", "albert")]
+    rows = conversion.run("cpu", cases)
     for case in {row.case for row in rows}:
         modes = {
             mode: [row.provider for row in rows if (row.case, row.mode) == (case, mode)] for mode in ("eval", "train step")

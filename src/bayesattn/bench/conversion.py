@@ -1,61 +1,92 @@
-"""What a conversion costs: the same BERT before and after `bayesianize`, in eval mode and in a training step."""
+"""What a conversion costs: the same encoder before and after `bayesianize`, in eval mode and in a training step."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from bayesattn.bench.harness import Row, Suite
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize
 from bayesattn.recording import record_kl
 
-# BERT-mini: 11 million parameters
-SIZES = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
-    "vocab_size": 30522,
+
+@dataclass(frozen=True)
+class Case:
+    """An encoder from its config, and the batches it is given.
+
+    Attributes:
+        name: For the table.
+        family: `model_type` of transformers.
+        sizes: What its config says other than by default.
+        batch: Examples.
+        length: Tokens.
+        padding: Tokens missing at the end of every second example.
+        dropout: Of the attention weights, of the original and the converted model.
+        rounds: Repetitions of a training step on a CPU.
+    """
+
+    name: str
+    family: str
+    sizes: dict[str, int]
+    batch: int
+    length: int
+    padding: int = 0
+    dropout: float = 0.0
+    rounds: int = 15
+
+    def __str__(self) -> str:
+        return f"{self.name} b{self.batch} n{self.length} dropout {self.dropout:g}"
+
+    def build(self) -> nn.Module:
+        """Return the model with random weights."""
+        config = AutoConfig.for_model(self.family, **self.sizes, attention_probs_dropout_prob=self.dropout)
+        return cast(nn.Module, AutoModelForSequenceClassification.from_config(config))
+
+
+# 11 million parameters
+MINI = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+SMALL = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 1536}
+ALBERT_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+BERT_MINI = Case("bert-mini", "bert", MINI, batch=8, length=128, padding=32)
+CASES = {
+    "cpu": [replace(BERT_MINI, dropout=0.1), BERT_MINI],
+    "cuda": [
+        Case("albert-base", "albert", ALBERT_BASE, batch=16, length=512),
+        Case("albert-base padded", "albert", ALBERT_BASE, batch=16, length=512, padding=128),
+        Case("e5-small", "bert", SMALL, batch=32, length=128, padding=32),
+    ],
 }
 
 
-def run(
-    device: str,
-    *,
-    sizes: Mapping[str, int] | None = None,
-    batch: int = 8,
-    length: int = 128,
-    rounds: int = 15,
-) -> list[Row]:
-    """Compare original and converted model, with BERT's dropout on the attention weights (0.1) and without.
+def run(device: str, cases: list[Case] | None = None) -> list[Row]:
+    """Compare original and converted models; on a GPU in bfloat16.
 
-    Half of the examples are padded by a quarter. On a CPU one thread runs and its CPU time counts (`measure_in_turn`); the
-    original appears twice in eval mode, and its second ratio says how far 1 is from 1 in this run.
+    On a CPU one thread runs and its CPU time counts (`measure_in_turn`); the original appears twice in eval mode, and its
+    second ratio says how far 1 is from 1 in this run.
     """
     suite = Suite("conversion", device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for dropout in (0.1, 0.0):
-            settings = {**(SIZES if sizes is None else sizes), "attention_probs_dropout_prob": dropout}
-            config = BertConfig.from_dict(settings)
-            _run_case(suite, f"bert-mini b{batch} n{length} dropout {dropout:g}", config, batch, length, rounds)
+        for case in CASES[device] if cases is None else cases:
+            _run_case(suite, case)
     finally:
         torch.set_num_threads(threads)
     return suite.rows
 
 
-def _run_case(suite: Suite, case: str, config: BertConfig, batch: int, length: int, rounds: int) -> None:
+def _run_case(suite: Suite, case: Case) -> None:
     torch.manual_seed(0)
-    original = cast(nn.Module, BertForSequenceClassification(config)).to(suite.device)
+    original = case.build().to(suite.device)
     converted, without_kl = (bayesianize(copy.deepcopy(original), AttentionConfig(v)) for v in ("BAM-WC", "BAM-NOKL"))
-    mask = torch.ones(batch, length, dtype=torch.long, device=suite.device)
-    mask[::2, -(length // 4) :] = 0
-    ids = torch.randint(0, config.vocab_size, (batch, length), device=suite.device)
+    mask = torch.ones(case.batch, case.length, dtype=torch.long, device=suite.device)
+    mask[::2, case.length - case.padding :] = 0
+    ids = torch.randint(0, 30_000, (case.batch, case.length), device=suite.device)
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 2}
     if not _is_equal(original, converted, inputs):
         raise RuntimeError(f"{case}: the converted model differs from the original in eval mode; nothing was timed")
@@ -64,7 +95,7 @@ def _run_case(suite: Suite, case: str, config: BertConfig, batch: int, length: i
         "converted, not sampling": _evaluation(converted, inputs),
         "original, again": _evaluation(original, inputs),
     }
-    suite.compare(case, "eval", calls, rounds=2 * rounds)
+    suite.compare(str(case), "eval", calls, rounds=2 * case.rounds)
     for model in (original, converted, without_kl):
         model.train()
     calls = {
@@ -72,7 +103,7 @@ def _run_case(suite: Suite, case: str, config: BertConfig, batch: int, length: i
         "BAM-NOKL": training_step(without_kl, inputs, with_kl=False),
         "BAM-WC with KL": training_step(converted, inputs, with_kl=True),
     }
-    suite.compare(case, "train step", calls, rounds=rounds)
+    suite.compare(str(case), "train step", calls, rounds=case.rounds)
 
 
 @torch.no_grad()
@@ -82,22 +113,25 @@ def _is_equal(original: nn.Module, converted: nn.Module, inputs: dict[str, Tenso
 
 def _evaluation(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[], None]:
     def call() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), _autocast(inputs):
             model(**inputs)
 
     return call
+
+
+def _autocast(inputs: dict[str, Tensor]) -> torch.autocast:
+    device = inputs["input_ids"].device.type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def training_step(model: nn.Module, inputs: dict[str, Tensor], *, with_kl: bool) -> Callable[[], None]:
     """Return a call that runs forward, loss and backward once; without an optimiser, which costs both models the same."""
 
     def step() -> None:
-        if with_kl:
-            with record_kl() as kl:
-                loss = model(**inputs).loss
-            loss = loss + 1e-3 * kl.total()
-        else:
+        with _autocast(inputs), record_kl() as kl:
             loss = model(**inputs).loss
+        if with_kl:
+            loss = loss + 1e-3 * kl.total()
         loss.backward()
         model.zero_grad(set_to_none=True)
 

@@ -1,17 +1,11 @@
-"""How the kernels are launched: tile sizes, switches, strides, and a count of what ran."""
-
-from collections import Counter
-from typing import Any
+"""How the kernels are launched: tile sizes, switches and strides."""
 
 import torch
 from torch import Tensor
 
 from bayesattn.ops.attention import kernels
 from bayesattn.ops.attention.support import INTERPRETED
-
-# how often each kernel was launched, so that a test can prove which one ran
-LAUNCHES: Counter[str] = Counter()
-
+from bayesattn.ops.launch import launch
 
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
 BLOCKS = {
@@ -36,12 +30,6 @@ def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def one_pass(head_dim: int) -> bool:
     """Whether the backward pass adds dQ atomically: it draws the noise once, but pays for the atomics."""
     return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """Launch a kernel and count it under its name without `_kernel`."""
-    LAUNCHES[kernel.fn.__name__.removesuffix("_kernel")] += 1
-    kernel[grid](*args, **constants)
 
 
 def launch_forward(

@@ -20,7 +20,6 @@ from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull
 from bayesattn.ops.attention.launch import (
     aligned,
     blocks_of,
-    launch,
     launch_forward,
     launch_gradients,
     one_pass,
@@ -29,6 +28,7 @@ from bayesattn.ops.attention.launch import (
 )
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull import is_one_node, weibull_attention
+from bayesattn.ops.launch import launch
 from bayesattn.ops.precision import saturate
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others

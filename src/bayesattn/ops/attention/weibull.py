@@ -18,8 +18,9 @@ from bayesattn.config import AttentionConfig
 from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
 from bayesattn.ops.attention import kl_kernels
 from bayesattn.ops.attention.kl import LOG_ROW_CAP
-from bayesattn.ops.attention.launch import aligned, blocks_of, launch, launch_forward, launch_gradients, one_pass, padded
+from bayesattn.ops.attention.launch import aligned, blocks_of, launch_forward, launch_gradients, one_pass, padded
 from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.launch import launch
 from bayesattn.ops.precision import saturate
 
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}

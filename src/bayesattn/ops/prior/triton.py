@@ -5,7 +5,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.attention.launch import aligned, blocks_of, launch, padded
+from bayesattn.ops.attention.launch import aligned, blocks_of, padded
+from bayesattn.ops.launch import launch
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256

@@ -56,7 +56,7 @@ def _prior(PRIOR, node, position, heads, inside, constant, H, KIND: tl.constexpr
 
 
 @triton.jit
-def forward_kernel(
+def edge_forward_kernel(
     SCORES, VALUE, PRIOR, SEED, SOURCE, NUMBERS, BEGIN, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
     H, D, strength, constant,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
@@ -124,7 +124,7 @@ def _gather(ROWS, node, heads, inside, H, USE: tl.constexpr, BE: tl.constexpr, H
 
 
 @triton.jit
-def backward_kernel(
+def edge_backward_kernel(
     SCORES, VALUE, PRIOR, SEED, TARGET, NUMBERS, POSITIONS, NODES, BEGIN, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST,
     GRAD_SECOND, GRAD_SCORES, GRAD_VALUE, GRAD_PRIOR,
     H, D, strength, constant,

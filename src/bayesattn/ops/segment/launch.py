@@ -1,17 +1,11 @@
-"""How the kernels on edges are launched: tile sizes, runs of edges, and a count of what ran."""
-
-from collections import Counter
+"""How the kernels on edges are launched: tile sizes and runs of edges."""
 
 import torch
 from jaxtyping import Int32
 from torch import Tensor
 
 from bayesattn.ops.attention.support import INTERPRETED
-from bayesattn.ops.segment import kernels
 from bayesattn.ops.segment.edges import Edges
-
-# how often each kernel was launched, so that a test can prove which one ran
-LAUNCHES: Counter[str] = Counter()
 
 # a row with more edges than this is several runs, so that a hub keeps many programs busy instead of one for long
 LONGEST_RUN = 512
@@ -35,13 +29,6 @@ def blocks(heads: int, features: int) -> dict[str, int]:
 
 def _power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
-
-
-def launch(name: str, num_runs: int, heads: int, *args: object, **constants: object) -> None:
-    """Launch one of the kernels on every run and block of heads, and count it."""
-    LAUNCHES[name] += 1
-    head_blocks = -(-heads // int(str(constants["HB"])))
-    getattr(kernels, f"{name}_kernel")[(num_runs, head_blocks)](*args, **constants)
 
 
 def runs(edges: Edges, side: str) -> Runs:
@@ -70,6 +57,6 @@ def split_rows(pointers: Int32[Tensor, " n1"], num_edges: int, longest: int) -> 
     return torch.cat([begin, begin.new_full((1,), num_edges)]).to(torch.int32), nodes.to(torch.int32)
 
 
-def constants(value: Tensor, **switches: object) -> dict:
+def kernel_constants(value: Tensor, **switches: object) -> dict:
     """Return what a kernel is compiled for: tile sizes, switches and precision."""
     return {**blocks(*value.shape[1:]), **switches, "FAST": value.dtype != torch.float32 and not INTERPRETED}

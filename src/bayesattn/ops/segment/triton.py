@@ -15,8 +15,11 @@ from torch.autograd.function import once_differentiable
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
+from bayesattn.ops.attention.launch import blocks_of
+from bayesattn.ops.launch import launch
+from bayesattn.ops.segment import kernels
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.launch import constants, launch, runs
+from bayesattn.ops.segment.launch import kernel_constants, runs
 from bayesattn.ops.segment.reference import (
     EdgeAttention,
     PriorScope,
@@ -135,10 +138,12 @@ def _forward(
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
     )
     if out.numel():
+        constants = kernel_constants(value, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=need_moments, KIND=kind)
         launch(
-            "forward", num_runs, h, scores, value, scores if prior is None else prior, seed, source, numbers, begin,
+            kernels.edge_forward_kernel, (num_runs, blocks_of(h, constants["HB"])),
+            scores, value, scores if prior is None else prior, seed, source, numbers, begin,
             out, lse, clean, first, second, h, d, strength, constant,
-            **constants(value, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=need_moments, KIND=kind),
+            **constants,
         )  # fmt: skip
     if nodes is not None:
         rows = _merge(lse, nodes, num_targets)
@@ -230,10 +235,13 @@ def _backward(
         grad_prior = torch.empty_like(scores)
     owners = torch.arange(n, dtype=torch.int32, device=value.device) if nodes is None else nodes
     if grad_value.numel():
+        switches = {"CLEAN": grad_lse is not None, "MOMENTS": grad_first is not None}
+        constants = kernel_constants(value, WEIBULL=weibull, **switches, KIND=kind)
         launch(
-            "backward", num_runs, h, scores, value, scores if prior is None else prior, seed, target, numbers, by_source,
+            kernels.edge_backward_kernel, (num_runs, blocks_of(h, constants["HB"])),
+            scores, value, scores if prior is None else prior, seed, target, numbers, by_source,
             owners, begin, grad, lse, clean, delta, *rows, grad_scores, grad_value, grad_prior, h, d, strength, constant,
-            **constants(value, WEIBULL=weibull, CLEAN=grad_lse is not None, MOMENTS=grad_first is not None, KIND=kind),
+            **constants,
         )  # fmt: skip
     if kind == PER_SOURCE:
         grad_prior = _add_runs(grad_prior, nodes, n)
