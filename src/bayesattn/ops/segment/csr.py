@@ -25,9 +25,10 @@ def _matrix(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int,
 
 
 def _spend_beta_warning() -> None:
-    """Torch warns once a process that its CSR tensors may change; users of this library can do nothing about it."""
+    """Torch warns once a process that its CSR tensors may change and go unchecked; nobody here can do anything about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support")
+        warnings.filterwarnings("ignore", "Sparse invariant checks")
         _matrix(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), (1, 1))
 
 
