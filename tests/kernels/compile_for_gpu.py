@@ -19,7 +19,7 @@ from bayesattn.ops.segment.launch import blocks
 
 TARGET = GPUTarget("cuda", 90, 32)
 INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES"}
-IN_VALUE_DTYPE = {"VALUE", "GRAD", "OUT", "GRAD_VALUE"}
+IN_VALUE_DTYPE = {"VALUE", "GRAD_VALUE"}
 NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32"}
 
 

@@ -157,7 +157,8 @@ class HostedAttention(BayesianModule):
                 # a mask per query head, keys shared by groups of them: a key counts if any head of its group sees it
                 valid = valid.unflatten(1, (key_heads, -1)).any(dim=2)
             valid = valid.expand(*valid.shape[:2], key.shape[2])
-        return self.bayes_prior(key, valid).repeat_interleave(num_heads // key_heads, dim=1)
+        prior = self.bayes_prior(key, valid)
+        return prior if num_heads == key_heads else prior.repeat_interleave(num_heads // key_heads, dim=1)
 
     def _record_folded(self, output: Tensor, kl: Float[Tensor, " w"] | None) -> Tensor:
         """Record the KL per example of the model, of which one may have become several entries of the batch (windows)."""

@@ -7,6 +7,8 @@ from torch import Tensor
 # e^-80 is 2e-35: beside any other key of its row such a weight is nothing in float32. Libraries forbid with −inf, with the
 # smallest number of the dtype, or (Swin) with −100 plus a small learnt bias
 FORBIDDEN = -80.0
+# where a mask remembers what `key_padding` found
+_MEMO = "_bayesattn_is_one_row"
 
 
 def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[Tensor, "..."] | None]:
@@ -30,3 +32,22 @@ def combine_bias(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return first if second is None else second
     return first + second
+
+
+def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"]:
+    """Return a mask as one row where all its rows are equal, which is a mask of keys: it costs much less, on a GPU above all.
+
+    Whether they are is looked up once for a mask, not once a layer: on a GPU the host has to wait for the answer. While a
+    compiler or a recording of CUDA launches is at work nobody can wait, and the mask stays as it is.
+    """
+    if mask.shape[2] == 1 or mask.numel() == 0:
+        return mask
+    if mask.stride(2) == 0:
+        return mask[:, :, :1]
+    if torch.compiler.is_compiling() or mask.is_meta or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return mask
+    version, is_one_row = getattr(mask, _MEMO, (None, False))
+    if version != mask._version:
+        is_one_row = bool((mask == mask[:, :, :1]).all())
+        setattr(mask, _MEMO, (mask._version, is_one_row))
+    return mask[:, :, :1] if is_one_row else mask

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
-from bayesattn.convert.masks import combine_bias, split_mask
+from bayesattn.convert.masks import combine_bias, key_padding, split_mask
 
 # neither "sdpa" nor "flash" nor "flex_attention" may occur in it: transformers would run their support checks
 ATTENTION_NAME = "bayesattn"
@@ -142,10 +142,13 @@ def _score_arguments(
     if attention_mask is not None:
         if attention_mask.ndim != 4:
             raise ValueError(f"the attention mask has shape {tuple(attention_mask.shape)}; allowed: four axes (b, h, m, n)")
-        attention_mask = attention_mask[..., : key.shape[2]]
-    mask, bias = split_mask(attention_mask)
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, bias = split_mask(attention_mask)
+    if mask is not None:
+        # transformers writes padding out for every query; a causal mask has rows of its own
+        mask = (key_padding(mask) if bias is None and not is_causal else mask)[..., : key.shape[2]]
+        bias = None if bias is None else bias[..., : key.shape[2]]
     scale = kwargs.get("scaling")
     return {
         "mask": mask,

@@ -68,7 +68,7 @@ def attention(
         total = _weibull_total if weibull else _lognormal_total
         kl = reduce_kl(total(first, second, lse, log_prior, kind, edges, config), edges, phi.shape[1], config)
     weights = sample_weights(phi, edges, seed, config) if need_weights else None
-    return EdgeAttention(output, weights, weights, kl)
+    return EdgeAttention(output.to(value.dtype), weights, weights, kl)
 
 
 def _prior(phi: Tensor, log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | None, float]:
@@ -127,12 +127,13 @@ def _forward(
     need_lse: bool,
     need_moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty."""
+    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty."""
     scores, value = scores.contiguous(), value.contiguous()
     prior = None if prior is None else prior.contiguous()
     h, d = value.shape[1:]
     num_runs = begin.shape[0] - 1
-    out = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)
+    # δ = O · dO of the backward pass must not inherit a rounding of O to sixteen bits
+    out = value.new_empty((num_runs, h, d), dtype=torch.float32)
     lse = scores.new_empty((num_runs, h))
     clean, first, second = (
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
@@ -148,7 +149,7 @@ def _forward(
     if nodes is not None:
         rows = _merge(lse, nodes, num_targets)
         out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
-        out, lse = out.to(value.dtype), rows
+        lse = rows
         clean = _merge(clean * math.log2(math.e), nodes, num_targets) * math.log(2.0) if need_lse else clean
         if need_moments:
             first, second = (_add_runs(x, nodes, num_targets) for x in (first, second))
@@ -194,7 +195,7 @@ def _(
     def rows(needed: bool) -> Tensor:
         return scores.new_empty((num_targets, scores.shape[1]) if needed else 0)
 
-    out = value.new_empty((num_targets, *value.shape[1:]))
+    out = value.new_empty((num_targets, *value.shape[1:]), dtype=torch.float32)
     return out, rows(True), rows(need_lse), rows(need_moments), rows(need_moments)
 
 
@@ -224,7 +225,7 @@ def _backward(
     scores, value, grad = scores.contiguous(), value.contiguous(), grad.contiguous()
     prior = None if prior is None else prior.contiguous()
     (n, h, d), num_runs = value.shape, begin.shape[0] - 1
-    delta = (out.to(torch.float32) * grad).sum(dim=-1)
+    delta = (out * grad).sum(dim=-1)
     rows = [delta if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_scores = torch.empty_like(scores)
     grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)

@@ -12,6 +12,7 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -81,6 +82,11 @@ class GraphedUnroll:
         loop = _Loop(self.decoder, mask.clone(), has_drop).train(self.decoder.training)
         dtype = torch.get_autocast_dtype("cuda")
         # a cached low-precision copy of a weight would be baked into the recording
-        with torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
+        with (
+            torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
+            warnings.catch_warnings(),
+        ):
+            # the warm-up in front of a recording runs on a stream of its own
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             # parameters outside the loop (embedding gates, key projection, prior) are in the module and not used
             return torch.cuda.make_graphed_callables(loop, samples, allow_unused_input=True)  # type: ignore[return-value]  (what went in, graphed)
