@@ -213,8 +213,8 @@ def edge_attention(
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
         need_weights: Whether to compute the weights where the backend can do without.
-        backend: `auto` takes `csr` for sorted edges on a CPU and `reference` elsewhere, a GPU included: `triton` runs
-            there by name until it is measured. A named one runs or refuses.
+        backend: `auto` takes `csr` for sorted edges on a CPU, `triton` for them on a GPU, `reference` for the rest. A
+            named one runs or refuses.
 
     Returns:
         Output in the dtype of `value`; weights before and after dropout, None without need; KL of the graph, one entry
@@ -252,6 +252,8 @@ def edge_attention(
 
 def _choose_for_edges(backend: EdgeBackend, call: segment_support.EdgeCall) -> EdgeBackend:
     if backend == "auto":
+        if call.scores.device.type == "cuda":
+            return "reference" if segment_support.why_not_triton(call) else "triton"
         return "reference" if segment_support.why_not_csr(call) else "csr"
     reasons = {"triton": segment_support.why_not_triton, "csr": segment_support.why_not_csr}
     reason = reasons[backend](call) if backend in reasons else ""

@@ -22,5 +22,5 @@ def test_kernels_on_edges_compile_for_sm_90_without_spills(tmp_path):
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {"edge_forward", "edge_backward"}
     assert [kernel for kernel in kernels if kernel["spilled bytes"]] == []
-    # a program of one or a few warps; with more than 168 registers a multiprocessor holds fewer than twelve warps
-    assert max(kernel["registers"] for kernel in kernels) <= 168
+    # a program of one or a few warps; with more than 204 registers a multiprocessor holds fewer than ten warps
+    assert max(kernel["registers"] for kernel in kernels) <= 204

@@ -10,9 +10,10 @@ from bayesattn.ops.segment.edges import Edges
 # a row with more edges than this is several runs, so that a hub keeps many programs busy instead of one for long
 LONGEST_RUN = 512
 
-# entries of a tile [edges, heads, features], and how many of them a warp takes; not measured on a GPU yet
+# entries of a tile [edges, heads, features], and how many of them a warp takes: fewer where the output's row is long
 TILE = 1024
 ENTRIES_PER_WARP = 1024
+LONG_ROW = 64
 
 Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"] | None]
 
@@ -24,7 +25,8 @@ def blocks(heads: int, features: int) -> dict[str, int]:
     while hb > 1 and hb * bd > TILE // 4:
         hb //= 2
     be = max(4, min(16, TILE // (hb * bd)))
-    return {"BE": be, "HB": hb, "BD": bd, "num_warps": max(1, min(4, be * hb * bd // ENTRIES_PER_WARP)), "num_stages": 2}
+    per_warp = ENTRIES_PER_WARP // (2 if bd >= LONG_ROW else 1)
+    return {"BE": be, "HB": hb, "BD": bd, "num_warps": max(1, min(4, be * hb * bd // per_warp)), "num_stages": 2}
 
 
 def _power_of_two(x: int) -> int:
