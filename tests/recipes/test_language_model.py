@@ -173,7 +173,6 @@ def test_albert_configs_have_the_papers_settings(name, rate, batch, dropout, ste
         ),
         (["training.steps=0"], "steps is 0; allowed"),
         (["training.learning_rate=0"], "learning_rate is 0.0; allowed"),
-        (["training.compile=fast"], "training.compile is 'fast'; allowed: 'off'"),
         (["training.stesp=3"], "unknown config keys"),
         (["train_size=0"], "train_size is 0; allowed"),
     ],

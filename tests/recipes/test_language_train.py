@@ -165,15 +165,6 @@ def test_training_key_becomes_the_trainers_arguments(tmp_path):
     assert (made.num_train_epochs, made.per_device_train_batch_size, made.gradient_accumulation_steps) == (7, 16, 3)
     assert (made.learning_rate, made.warmup_steps, made.max_grad_norm, made.seed) == (3e-4, 11, 0.5, 5)
     assert made.train_sampling_strategy == "group_by_length"
-    assert not made.torch_compile
-
-
-def test_compiled_runs_pad_to_few_lengths(tmp_path):
-    config = LanguageTraining(compile="reduce-overhead")
-    assert config.pad_multiple == 32
-    made = training_arguments(config, TASKS["rte"], str(tmp_path), seed=0)
-    assert made.torch_compile
-    assert made.torch_compile_mode == "reduce-overhead"
 
 
 def test_an_answer_counts_as_two_labels():

@@ -161,6 +161,9 @@ def reproduce(
         Path, typer.Option(help="Folder for the runs and the tables; finished runs in it are not repeated.")
     ] = Path("runs/reproduce"),
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, for recipes that can.")] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Begin no run after this time, for recipes that can; run again to go on.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value, for recipes that can.")
     ] = None,
@@ -171,8 +174,9 @@ def reproduce(
 
     module = recipes.load(recipe, "reproduce")
     names, chosen = (None if text is None else text.split(",") for text in (only, variants))
-    given = {"jobs": jobs if jobs > 1 else None, "settings": settings, "noise": noise and _numbers("noise", noise)}
-    options = {name: value for name, value in given.items() if value}
+    given = {"jobs": jobs if jobs > 1 else None, "minutes": minutes, "settings": settings or None}
+    given["noise"] = None if noise is None else _numbers("noise", noise)
+    options = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(options.keys() - inspect.signature(module.reproduce).parameters.keys())
     if unknown:
         raise ValueError(f"recipe {recipe!r} does not take {', '.join(unknown)}; leave the option out")

@@ -52,7 +52,7 @@ class Collator:
 
     Attributes:
         pad_id: The tokenizer's padding token.
-        multiple: Lengths are rounded up to a multiple of this: few distinct shapes for compiled code and tensor cores.
+        multiple: Lengths are rounded up to a multiple of this: few distinct shapes, and such as tensor cores like.
         max_length: But not beyond this.
     """
 

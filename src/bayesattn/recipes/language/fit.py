@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,6 @@ class LanguageTraining(TrainingConfig):
         warmup: Steps of the warm-up, or below 1 their share of all steps.
         weight_decay: AdamW's, not on biases and norms.
         group_by_length: Batches of similar lengths, for less padding.
-        compile: Run the model through `torch.compile`: `default`, or `reduce-overhead`, which replays CUDA graphs. Lengths
-            are then padded to multiples of 32, so that there are few shapes to compile.
     """
 
     clip_norm: float | None = 1.0
@@ -49,7 +47,6 @@ class LanguageTraining(TrainingConfig):
     warmup: float = 0.1
     weight_decay: float = 0.01
     group_by_length: bool = False
-    compile: Literal["off", "default", "reduce-overhead"] = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,10 +64,13 @@ class LanguageTraining(TrainingConfig):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number of at least 0")
 
-    @property
-    def pad_multiple(self) -> int:
-        """Lengths of batches are rounded up to a multiple of this."""
-        return 8 if self.compile == "off" else 32
+
+class TextTrainer(BayesianTrainer):
+    """A text or pair has one label. To count labels would mean to wait for the GPU in every step; their number is known."""
+
+    def count_labels(self, inputs: dict[str, Any]) -> int:
+        """Return one per text."""
+        return len(inputs["input_ids"])
 
 
 class SpanTrainer(BayesianTrainer):
@@ -169,7 +169,7 @@ def fit(
         on_row: Called with the row of every epoch.
     """
     is_stochastic = any(getattr(part, "is_sampling", False) for part in model.train().modules())
-    trainer_class: Any = Trainer if not is_stochastic else SpanTrainer if task.kind == "spans" else BayesianTrainer
+    trainer_class: Any = Trainer if not is_stochastic else SpanTrainer if task.kind == "spans" else TextTrainer
     options = {"kl_schedule": config.kl_schedule} if is_stochastic else {}
     callback = LogCallback(config, on_progress, on_row)
     with quiet(), tempfile.TemporaryDirectory() as folder:
@@ -214,8 +214,6 @@ def training_arguments(config: LanguageTraining, task: Task, folder: str, seed: 
         weight_decay=config.weight_decay,
         max_grad_norm=config.clip_norm or 0.0,
         bf16=config.precision == "bf16",
-        torch_compile=config.compile != "off",
-        torch_compile_mode=None if config.compile == "off" else config.compile,
         train_sampling_strategy="group_by_length" if config.group_by_length else "random",
         seed=seed,
         prediction_loss_only=task.kind == "spans",

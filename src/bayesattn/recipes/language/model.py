@@ -134,10 +134,10 @@ def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention:
     """Build a model with the encoder's weights and a fresh head."""
     if where == "tiny":
         return build_model(config, kind, attention)
-    folder = Path(where)
-    if folder.is_dir() and not (folder / WEIGHTS).is_file() and (folder / f"{WEIGHTS}.xz").is_file():
+    packed = find_packed(where)
+    if packed is not None:
         model = _auto_class(kind).from_config(config)
-        load_encoder(model, packed_weights(folder / f"{WEIGHTS}.xz"), where)
+        load_encoder(model, packed_weights(packed), where)
         return bayesianize(model, attention)
     try:
         model = _auto_class(kind).from_pretrained(where, config=config, dtype=torch.float32)
@@ -158,6 +158,13 @@ def load_encoder(model: PreTrainedModel, weights: dict[str, Tensor], where: str)
             f"the weights in {where} do not fit their config: {missing[:4]} missing, {wrong[:4]} of another size"
         )
     encoder.load_state_dict({name: weights[name] for name in own})
+
+
+def find_packed(where: str) -> Path | None:
+    """Return the compressed weights of an encoder whose folder has no others; None where there is nothing to decompress."""
+    folder = Path(where)
+    is_packed = folder.is_dir() and not (folder / WEIGHTS).is_file() and (folder / f"{WEIGHTS}.xz").is_file()
+    return folder / f"{WEIGHTS}.xz" if is_packed else None
 
 
 def packed_weights(path: Path) -> dict[str, Tensor]:

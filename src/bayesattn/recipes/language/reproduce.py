@@ -3,27 +3,26 @@
 One training run serves several rows: a model trained with soft attention is also predicted with MC dropout and with noise
 tuned afterwards, and three of them make an ensemble. A cell (task, row, seed) that is finished is not repeated. Runs are
 written without their parameters (an encoder's are 130 MB); what was predicted is kept, so `bayesattn report` works on them.
+The tables and figures need less: the cells, and of every run the means over its draws, in its folder `means`.
 """
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from bayesattn.recipes._tables import read_cell, write_cell
 from bayesattn.recipes._train import config_names, progress
 from bayesattn.recipes.language.evaluate import Predictor, measure_run, write_answers
-from bayesattn.recipes.language.prepare import make_split
+from bayesattn.recipes.language.prepare import Prepared, make_split
 from bayesattn.recipes.language.shifts import shifted_splits
-from bayesattn.recipes.language.table import write_tables
+from bayesattn.recipes.language.table import MEANS_FOLDER, Cell, write_tables
 from bayesattn.recipes.language.tasks import TASKS, find_task
 from bayesattn.recipes.language.train import (
     CONFIGS,
@@ -34,6 +33,7 @@ from bayesattn.recipes.language.train import (
     train_model,
     write_record,
 )
+from bayesattn.recipes.language.work import run_all, unpacked
 from bayesattn.runs import (
     RUN_FILE,
     Predictions,
@@ -49,6 +49,7 @@ from bayesattn.runs import (
 
 NUM_SAMPLES = 20
 ENSEMBLE_SIZE = 3
+FAILURES_FOLDER = "failures"
 
 # row of the table: variant it is trained with, how it is drawn (None: not at all)
 ROWS: dict[str, tuple[str, str | None]] = {
@@ -96,6 +97,105 @@ class Job:
         """What the numbers depend on."""
         return {"config": dataclasses.asdict(self.config), "noise": list(self.noise), "num_samples": NUM_SAMPLES}
 
+    def cell_path(self, method: str) -> Path:
+        """Where the measures of one method go."""
+        variant, seed = self.config.attention.variant, self.config.seed
+        return self.out / "cells" / f"{self.name}-{variant}-{method}-{seed}.json"
+
+    def read(self, method: str) -> dict[str, Any] | None:
+        """Return the measures of one method, None where they are missing; of other settings they are an error."""
+        return read_cell(self.cell_path(method), self.identity) if (self.folder / RUN_FILE).is_file() else None
+
+    def is_finished(self) -> bool:
+        """Whether the run is there with all that its rows need."""
+        return all(self.read(method) is not None for method in self.methods)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The part of a table that belongs to one config: its rows and seeds, and the runs behind them."""
+
+    name: str
+    configs: dict[str, LanguageConfig]
+    rows: tuple[str, ...]
+    num_seeds: int
+    data: Path | None
+    noise: tuple[float, ...]
+    out: Path
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return next(iter(self.configs.values())).task
+
+    def job(self, variant: str, seed: int, methods: Iterable[str] = ()) -> Job:
+        """Return one run."""
+        config = dataclasses.replace(self.configs[variant], seed=seed)
+        return Job(self.name, config, tuple(methods), self.data, self.noise, self.out)
+
+    def jobs(self) -> list[Job]:
+        """Return the runs that the rows need; rows of one trained variant share its runs."""
+        needed: dict[tuple[str, int], dict[str, None]] = {}
+        for row in self.rows:
+            variant, method = ROWS[row]
+            for seed in self.seeds(row):
+                for member in _members(seed) if method == "ensemble" else [seed]:
+                    found = needed.setdefault((variant, member), {"mean": None})
+                    if method not in (None, "ensemble"):
+                        found[str(method)] = None
+        return [self.job(variant, seed, methods) for (variant, seed), methods in needed.items()]
+
+    def seeds(self, row: str) -> range:
+        """Return the seeds of a row: five runs make three ensembles of three that follow one another."""
+        return range(self.num_seeds if row != "ensemble" else max(self.num_seeds - ENSEMBLE_SIZE + 1, 1))
+
+    def cells(self) -> list[Cell]:
+        """Return the cells whose runs are finished."""
+        found = [self.cell(row, seed) for row in self.rows for seed in self.seeds(row)]
+        return [cell for cell in found if cell is not None]
+
+    def cell(self, row: str, seed: int) -> Cell | None:
+        """Return one cell: its measures without draws, and with them where the row has any; None if something is missing."""
+        variant, method = ROWS[row]
+        job = self.job(variant, seed)
+        folder = job.folder if method != "ensemble" else self.out / "runs" / f"{self.name}-ensemble-{seed}"
+        plain = job.read("mean")
+        drawn = None
+        if method is not None:
+            drawn = self._ensemble(seed, folder) if method == "ensemble" else job.read(method)
+        if plain is None or (method is not None and drawn is None):
+            return None
+        return {
+            "name": self.name, "row": row, "seed": seed, "plain": plain, "drawn": drawn, "folder": folder,
+            "method": method or "mean",
+        }  # fmt: skip
+
+    def _ensemble(self, seed: int, folder: Path) -> dict[str, Any] | None:
+        """Average the predictions of the members, each of which counts as one draw."""
+        members = [self.job("soft", member) for member in _members(seed)]
+        if any(member.read("mean") is None for member in members):
+            return None
+        identity = {**members[0].identity, "ensemble": _members(seed)}
+        path = self.out / "cells" / f"{self.name}-ensemble-{seed}.json"
+        found = read_cell(path, identity)
+        if found is not None:
+            return found
+        parts = [read_predictions(member.folder / MEANS_FOLDER) for member in members]
+        splits = {
+            split: SplitPredictions(
+                {"ensemble": torch.cat([part.splits[split].samples["mean"] for part in parts])},
+                parts[0].splits[split].labels,
+            )
+            for split in parts[0].splits
+        }
+        make_run_folder(folder, overwrite=True)
+        _write_predictions(folder, Predictions(splits, parts[0].class_names, ["ensemble"], seed=0))
+        run = read_run(members[0].folder)
+        write_run(folder, recipe=run["recipe"], variant="ensemble", config=run["config"], seed=seed, members=_members(seed))
+        values = _values(measure_run(folder, num_resamples=0), "ensemble")
+        write_cell(path, identity, values)
+        return values
+
 
 def reproduce(
     names: Sequence[str] | None,
@@ -106,6 +206,7 @@ def reproduce(
     out: Path,
     console: Console,
     jobs: int = 1,
+    minutes: float | None = None,
     settings: Sequence[str] = (),
     noise: tuple[float, ...] = (),
 ) -> Path:
@@ -120,34 +221,40 @@ def reproduce(
         out: Where runs, cells and tables go.
         console: For progress.
         jobs: Runs at the same time, each in a process of its own. One run leaves a GPU mostly waiting for the host.
+        minutes: No run begins later than this; the tables are of what is finished, and the same call goes on later.
         settings: `name=value`, on top of every config.
         noise: Strengths of the shifted test sets; none by default, because they multiply the time of evaluation.
 
     Returns:
         The Markdown file.
+
+    Raises:
+        RunError: Some runs failed. The others are in the tables, and the tracebacks in the folder `failures`.
     """
     names, rows = _chosen(names, variants)
-    bases = {name: load_config(name, [*_precision(settings), *settings]) for name in names}
-    todo: list[Job] = []
-    for name, base in bases.items():
-        # reads the data now: a missing file must not show after hours
-        prepare_run(base, data)
-        todo += [
-            job for job in _jobs(name, base, _rows_of(base, rows), num_seeds, data, noise, out) if not _is_finished(job)
-        ]
-    with progress(console) as display:
-        _run_all(todo, jobs, display)
-    cells = [
-        _cell(name, base, row, seed, data, noise, out)
-        for name, base in bases.items()
-        for row in _rows_of(base, rows)
-        for seed in range(num_seeds)
-    ]
-    return write_tables(out, cells, {name: base.task for name, base in bases.items()}, console)
-
-
-def _rows_of(base: LanguageConfig, rows: Sequence[str]) -> list[str]:
-    return [row for row in rows if row not in _NOT_FOR.get(find_task(base.task).kind, ())]
+    settings = [*_precision(settings), *settings]
+    plans = {name: _plan(name, rows, num_seeds, settings, data, noise, out) for name in names}
+    # reads the data now: a missing file must not show after hours
+    work = {job.folder.name: (job, prepare_run(job.config, data)) for job in _in_order(plans.values())}
+    with ExitStack() as stack:
+        for encoder in sorted({prepared.encoder for _, prepared in work.values()}):
+            stack.enter_context(unpacked(encoder))
+        display = stack.enter_context(progress(console))
+        bar = display.add_task("runs", total=len(work))
+        outcome = run_all(
+            run_job, work, num_processes=jobs, minutes=minutes,
+            on_begin=lambda name: display.update(bar, description=name), on_end=lambda name: display.advance(bar),
+        )  # fmt: skip
+    outcome.write_failures(out / FAILURES_FOLDER)
+    cells = [cell for plan in plans.values() for cell in plan.cells()]
+    if not cells:
+        raise RunError(f"no run has finished: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
+    table = write_tables(out, cells, {name: plan.task for name, plan in plans.items()}, console)
+    if outcome.failures:
+        raise RunError(f"{table} is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
+    if outcome.left:
+        console.print(f"{outcome.reasons()}: the time was over; the same command goes on with them")
+    return table
 
 
 def _chosen(names: Sequence[str] | None, variants: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -167,88 +274,38 @@ def _precision(settings: Sequence[str]) -> list[str]:
     return ["training.precision=bf16"] if torch.cuda.is_available() and not is_set else []
 
 
-def _with(base: LanguageConfig, variant: str, seed: int) -> LanguageConfig:
-    return dataclasses.replace(base, attention=dataclasses.replace(base.attention, variant=variant), seed=seed)
+def row_config(name: str, variant: str, settings: Sequence[str] = ()) -> LanguageConfig:
+    """Return the settings of a trained variant: of its own config (`mrpc-soft`) where there is one, else the task's."""
+    own = f"{name}-{variant.removeprefix('BAM-').lower()}"
+    config = load_config(own if own in config_names(CONFIGS) else name, settings)
+    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, variant=variant))
+
+
+def _plan(name: str, rows: Sequence[str], num_seeds: int, settings: Sequence[str], data, noise, out: Path) -> Plan:
+    kind = find_task(load_config(name, settings).task).kind
+    possible = tuple(row for row in rows if row not in _NOT_FOR.get(kind, ()))
+    configs = {ROWS[row][0]: row_config(name, ROWS[row][0], settings) for row in possible}
+    return Plan(name, configs, possible, num_seeds, data, noise, out)
+
+
+def _in_order(plans: Iterable[Plan]) -> list[Job]:
+    """Return the unfinished runs, seed by seed: where the time ends early, the tables still compare like with like."""
+    todo = [job for plan in plans for job in plan.jobs() if not job.is_finished()]
+    return sorted(todo, key=lambda job: job.config.seed)
 
 
 def _members(seed: int) -> list[int]:
-    """Return the seeds of an ensemble's members: the seed itself, and others that no table of less than 1,000 seeds has."""
-    return [seed, *(1000 * (seed + 1) + number for number in range(1, ENSEMBLE_SIZE))]
+    """Return the seeds of an ensemble's members."""
+    return list(range(seed, seed + ENSEMBLE_SIZE))
 
 
-def _jobs(
-    name: str,
-    base: LanguageConfig,
-    rows: Sequence[str],
-    num_seeds: int,
-    data: Path | None,
-    noise: tuple[float, ...],
-    out: Path,
-) -> list[Job]:
-    """Return the runs that the rows need; rows of one trained variant share its runs."""
-    needed: dict[tuple[str, int], dict[str, None]] = {}
-    for seed in range(num_seeds):
-        for row in rows:
-            variant, method = ROWS[row]
-            for member in _members(seed) if method == "ensemble" else [seed]:
-                found = needed.setdefault((variant, member), {"mean": None})
-                if method not in (None, "ensemble"):
-                    found[str(method)] = None
-    return [
-        Job(name, _with(base, variant, seed), tuple(methods), data, noise, out)
-        for (variant, seed), methods in needed.items()
-    ]
-
-
-def _is_finished(job: Job) -> bool:
-    """Whether the run of a job is there with all that its rows need.
-
-    Raises:
-        RunError: It is there with other settings.
-    """
-    cells = [_cell_path(job.out, job.name, job.config, method) for method in job.methods]
-    return all(read_cell(path, job.identity) is not None for path in cells) and (job.folder / RUN_FILE).is_file()
-
-
-def _cell_path(out: Path, name: str, config: LanguageConfig, method: str) -> Path:
-    return out / "cells" / f"{name}-{config.attention.variant}-{method}-{config.seed}.json"
-
-
-def _run_all(todo: list[Job], num_processes: int, display: Progress) -> None:
-    """Run all jobs, several at a time if asked to; the first failure stops the rest."""
-    bar = display.add_task("runs", total=len(todo))
-    if num_processes == 1 or len(todo) < 2:
-        for job in todo:
-            display.update(bar, description=job.folder.name)
-            run_job(job)
-            display.advance(bar)
-        return
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_run_in_worker, job, num_processes) for job in todo]
-        try:
-            for future in as_completed(futures):
-                future.result()
-                display.advance(bar)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _run_in_worker(job: Job, num_processes: int) -> None:
-    # processes that each start a thread per core would mostly wait for one another
-    torch.set_num_threads(max(torch.get_num_threads() // num_processes, 1))
-    run_job(job)
-
-
-def run_job(job: Job) -> None:
+def run_job(job: Job, prepared: Prepared) -> None:
     """Train, predict, measure; write the run without its parameters, then its cells."""
     start = time.perf_counter()
-    fitted = train_model(job.config, job.data)
+    fitted = train_model(job.config, job.data, prepared=prepared)
     trained = time.perf_counter()
-    prepared = fitted.prepared
-    entries = {name: prepared.sources[name] for name in ("validation", "test")}
-    shifted = shifted_splits(prepared.task, entries["test"], job.noise, job.data)
-    splits = {name: prepared.splits[name] for name in entries}
+    splits = {name: prepared.splits[name] for name in ("validation", "test")}
+    shifted = shifted_splits(prepared.task, prepared.sources["test"], job.noise, job.data)
     splits |= {
         name: make_split(prepared.task, prepared.tokenizer, found, job.config.max_length) for name, found in shifted.items()
     }
@@ -257,7 +314,7 @@ def run_job(job: Job) -> None:
     predictions, answers = predictor.predict(splits, methods=job.methods, num_samples=NUM_SAMPLES)
     make_run_folder(job.folder, overwrite=True)
     write_log(job.folder, fitted.log.rows)
-    write_predictions(job.folder, predictions)
+    _write_predictions(job.folder, predictions)
     if answers:
         write_answers(job.folder, answers)
     write_record(job.folder, job.config, fitted, job.data)
@@ -265,60 +322,19 @@ def run_job(job: Job) -> None:
     times = {"train_seconds": trained - start, "evaluate_seconds": time.perf_counter() - trained}
     for method in job.methods:
         values = {**_values(measured, method), "times": times, "last_row": fitted.log.rows[-1]}
-        write_cell(_cell_path(job.out, job.name, job.config, method), job.identity, values)
+        write_cell(job.cell_path(method), job.identity, values)
+
+
+def _write_predictions(folder: Path, predictions: Predictions) -> None:
+    """Write all draws, and beside them their means: a twentieth of the size, and all that tables and figures need."""
+    write_predictions(folder, predictions)
+    splits = {
+        name: SplitPredictions({m: draws.mean(dim=0, keepdim=True) for m, draws in split.samples.items()}, split.labels)
+        for name, split in predictions.splits.items()
+    }
+    write_predictions(folder / MEANS_FOLDER, dataclasses.replace(predictions, splits=splits))
 
 
 def _values(measured: dict[str, Any], method: str) -> dict[str, Any]:
     splits = measured["methods"][method]["splits"]
     return {"splits": {name: {key: m["value"] for key, m in split["metrics"].items()} for name, split in splits.items()}}
-
-
-def _cell(
-    name: str, base: LanguageConfig, row: str, seed: int, data: Path | None, noise: tuple[float, ...], out: Path
-) -> dict[str, Any]:
-    """Return one cell of the table: its measures without draws, and with them where the row has any."""
-    variant, method = ROWS[row]
-    job = Job(name, _with(base, variant, seed), (), data, noise, out)
-    plain = read_cell(_cell_path(out, name, job.config, "mean"), job.identity)
-    if method is None:
-        drawn = None
-    elif method == "ensemble":
-        drawn = _ensemble(name, base, seed, data, noise, out)
-    else:
-        drawn = read_cell(_cell_path(out, name, job.config, method), job.identity)
-    assert plain is not None
-    folder = job.folder if method != "ensemble" else out / "runs" / f"{name}-ensemble-{seed}"
-    return {
-        "name": name, "row": row, "seed": seed, "plain": plain, "drawn": drawn, "folder": folder, "method": method or "mean",
-    }  # fmt: skip
-
-
-def _ensemble(
-    name: str, base: LanguageConfig, seed: int, data: Path | None, noise: tuple[float, ...], out: Path
-) -> dict[str, Any]:
-    """Average the predictions of the members: each counts as one draw."""
-    members = [Job(name, _with(base, "soft", member), (), data, noise, out) for member in _members(seed)]
-    identity = {**members[0].identity, "ensemble": _members(seed)}
-    path = out / "cells" / f"{name}-ensemble-{seed}.json"
-    found = read_cell(path, identity)
-    if found is not None:
-        return found
-    parts = [read_predictions(member.folder) for member in members]
-    if any(part.splits.keys() != parts[0].splits.keys() for part in parts):
-        raise RunError(
-            f"the members of ensemble {seed} of {name} have different splits; remove {out / 'runs'} and run again"
-        )
-    splits = {
-        split: SplitPredictions(
-            {"ensemble": torch.cat([part.splits[split].samples["mean"] for part in parts])}, parts[0].splits[split].labels
-        )
-        for split in parts[0].splits
-    }
-    folder = out / "runs" / f"{name}-ensemble-{seed}"
-    make_run_folder(folder, overwrite=True)
-    write_predictions(folder, Predictions(splits, parts[0].class_names, ["ensemble"], seed=0))
-    run = read_run(members[0].folder)
-    write_run(folder, recipe=run["recipe"], variant="ensemble", config=run["config"], seed=seed, members=_members(seed))
-    values = _values(measure_run(folder, num_resamples=0), "ensemble")
-    write_cell(path, identity, values)
-    return values

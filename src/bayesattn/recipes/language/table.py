@@ -1,6 +1,7 @@
 """Tables and calibration plots of finished cells: mean ± 95 % interval over seeds, paired with soft, beside the paper's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from bayesattn.metrics import tabulate_predictions
 from bayesattn.plots import plot_reliability
 from bayesattn.recipes._tables import markdown, paired, show, show_p, write_csv
 from bayesattn.recipes.language.tasks import PAPER_F1, Task, find_task
-from bayesattn.report.aggregate import over_runs
+from bayesattn.report.aggregate import Summary, over_runs
 from bayesattn.runs import read_predictions, write_bytes
 
 TABLE_FILE = "table.md"
+# beside the draws of a run, their means
+MEANS_FOLDER = "means"
+# rows whose cells share runs: numbers that are not independent have no interval and no test
+SHARING_ROWS = ("ensemble",)
 # metric: heading, factor, digits
 UNCERTAINTY = {
     "nll": ("NLL", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
@@ -40,6 +45,8 @@ def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], consol
     sections = []
     for name, task_name in tasks.items():
         mine = [cell for cell in cells if cell["name"] == name]
+        if not mine:
+            continue
         sections.append(section(name, find_task(task_name), mine))
         _draw_calibration(out, find_task(task_name), mine)
     write_csv(out / "cells.csv", [row for cell in cells for row in _csv_rows(cell)])
@@ -59,9 +66,9 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
     header += [heading for heading, _, _ in extra.values()] + ["paper"]
     lines = []
     for row, found in by_row.items():
-        numbers = [_summary(found, "plain", "test", metric, 100.0, 2) for metric in task.metrics]
-        numbers.append(_summary(found, "drawn", "test", main, 100.0, 2))
-        numbers += [_summary(found, "best", "test", metric, *form[1:]) for metric, form in extra.items()]
+        numbers = [_summary(row, found, "plain", "test", metric, 100.0, 2) for metric in task.metrics]
+        numbers.append(_summary(row, found, "drawn", "test", main, 100.0, 2))
+        numbers += [_summary(row, found, "best", "test", metric, *form[1:]) for metric, form in extra.items()]
         lines.append([row, str(len(found)), *numbers, _paper(task, row)])
     text = f"### {name}\n\n" + markdown(header, lines)
     text += _against_soft(by_row, main, extra)
@@ -81,9 +88,14 @@ def _values(found: dict[int, Cell], part: str, split: str, metric: str) -> dict[
     return values
 
 
-def _summary(found: dict[int, Cell], part: str, split: str, metric: str, scale: float, digits: int) -> str:
+def _summary(row: str, found: dict[int, Cell], part: str, split: str, metric: str, scale: float, digits: int) -> str:
     values = _values(found, part, split, metric)
-    return "–" if values is None else show(over_runs(list(values.values())), scale, digits)
+    return "–" if values is None else show(_mean(row, list(values.values())), scale, digits)
+
+
+def _mean(row: str, values: Sequence[float]) -> Summary:
+    summary = over_runs(values)
+    return replace(summary, low=None, high=None) if row in SHARING_ROWS else summary
 
 
 def _paper(task: Task, row: str) -> str:
@@ -106,10 +118,14 @@ def _against_soft(by_row: dict[str, dict[int, Cell]], main: str, extra: dict[str
         line = [row]
         for metric, (_, scale, digits) in names.items():
             ours, soft = _values(found, "best", "test", metric), _values(by_row["soft"], "plain", "test", metric)
-            if ours is None or soft is None:
+            seeds = sorted((ours or {}).keys() & (soft or {}).keys())
+            if ours is None or soft is None or not seeds:
                 line += ["–", "–"]
                 continue
-            compared = paired(ours, soft)
+            if row in SHARING_ROWS:
+                line += [show(_mean(row, [ours[seed] - soft[seed] for seed in seeds]), scale, digits), "–"]
+                continue
+            compared = paired({seed: ours[seed] for seed in seeds}, soft)
             line += [show(compared.difference, scale, digits), show_p(compared.p_value)]
         lines.append(line)
     header = ["minus soft, paired", *(part for heading, _, _ in names.values() for part in (heading, "p"))]
@@ -123,7 +139,7 @@ def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: st
         [
             split,
             row,
-            *(_summary(found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items()),
+            *(_summary(row, found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items()),
         ]
         for split in splits
         for row, found in by_row.items()
@@ -151,7 +167,7 @@ def _draw_calibration(out: Path, task: Task, cells: Sequence[Cell]) -> None:
         confidence, accuracy = [], []
         for cell in cells:
             if cell["row"] == row:
-                split = read_predictions(cell["folder"]).splits["test"]
+                split = read_predictions(cell["folder"] / MEANS_FOLDER).splits["test"]
                 assert split.labels is not None
                 table = tabulate_predictions(split.samples[cell["method"]], split.labels)
                 confidence += table.confidence.tolist()

@@ -142,7 +142,7 @@ def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:
 
 def make_collator(config: LanguageConfig, tokenizer: Any) -> Collator:
     """Return what makes batches for a run."""
-    return Collator(tokenizer.pad_token_id or 0, config.training.pad_multiple, config.max_length)
+    return Collator(tokenizer.pad_token_id or 0, max_length=config.max_length)
 
 
 def make_model(config: LanguageConfig, prepared: Prepared) -> PreTrainedModel:
@@ -159,6 +159,7 @@ def train_model(
     on_progress: Progress = lambda done, total: None,
     on_row: Callable[[dict[str, Any]], Any] = lambda row: None,
     begin: Callable[[], Any] = lambda: None,
+    prepared: Prepared | None = None,
 ) -> Fitted:
     """Train a model without writing anything.
 
@@ -168,8 +169,9 @@ def train_model(
         on_progress: Called with the optimiser steps done and to do.
         on_row: Called with the row of every epoch.
         begin: Called when data and model are ready and training begins.
+        prepared: From `prepare_run`, where that was done before; None does it now.
     """
-    prepared = prepare_run(config, data)
+    prepared = prepare_run(config, data) if prepared is None else prepared
     seed_everything(config.seed)
     model = make_model(config, prepared)
     begin()
