@@ -3,19 +3,24 @@
 import csv
 import io
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from language_files import call, sentiment_data
 from rich.console import Console
 
 from bayesattn.recipes.language import reproduce as reproducing
-from bayesattn.recipes.language.reproduce import ROWS, _members, reproduce
+from bayesattn.recipes.language import train as training
+from bayesattn.recipes.language.reproduce import ROWS, _in_order, _members, _plan, reproduce
 from bayesattn.recipes.language.table import section
 from bayesattn.recipes.language.tasks import TASKS
 from bayesattn.report.gather import group_runs, read_runs
 from bayesattn.runs import RunError
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
+VARIANTS = ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC"]
 CONSOLE = Console(file=io.StringIO())
 
 
@@ -32,12 +37,12 @@ def run_table(out, sentiment, variants, num_seeds=1, settings=TINY, **options):
 @pytest.fixture(scope="module")
 def table(tmp_path_factory, sentiment):
     out = tmp_path_factory.mktemp("table")
-    return run_table(out, sentiment, ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC"], noise=(1.0,)).parent
+    return run_table(out, sentiment, VARIANTS, noise=(1.0,)).parent
 
 
 def test_rows_of_one_variant_share_their_runs(table):
     runs = sorted(path.name for path in (table / "runs").iterdir())
-    assert runs == ["own-BAM-WC-0", "own-ensemble-0", "own-soft-0", "own-soft-1001", "own-soft-1002"]
+    assert runs == ["own-BAM-WC-0", "own-ensemble-0", "own-soft-0", "own-soft-1", "own-soft-2"]
     assert not list((table / "runs").rglob("checkpoint*"))
 
 
@@ -50,9 +55,9 @@ def test_table_shows_every_row_and_the_shifts(table):
 
 def test_ensemble_averages_its_members(table):
     cells = {path.stem: json.loads(path.read_text()) for path in (table / "cells").iterdir()}
-    assert cells["own-ensemble-0"]["identity"]["ensemble"] == [0, 1001, 1002]
+    assert cells["own-ensemble-0"]["identity"]["ensemble"] == [0, 1, 2]
     predictions = reproducing.read_predictions(table / "runs" / "own-ensemble-0").splits["test"].samples["ensemble"]
-    members = [reproducing.read_predictions(table / "runs" / f"own-soft-{seed}") for seed in (0, 1001, 1002)]
+    members = [reproducing.read_predictions(table / "runs" / f"own-soft-{seed}") for seed in (0, 1, 2)]
     assert predictions.shape[0] == 3
     assert all((predictions[i] == m.splits["test"].samples["mean"][0]).all() for i, m in enumerate(members))
 
@@ -63,7 +68,7 @@ def test_finished_cells_are_not_repeated(table, sentiment, monkeypatch):
 
     monkeypatch.setattr(reproducing, "train_model", train_again)
     before = (table / "table.md").read_text()
-    run_table(table, sentiment, ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC"], noise=(1.0,))
+    run_table(table, sentiment, VARIANTS, noise=(1.0,))
     assert (table / "table.md").read_text() == before
 
 
@@ -100,9 +105,76 @@ def test_two_processes_give_what_one_gives(table, sentiment, tmp_path):
         assert found["measures"]["splits"]["test"] == alone["measures"]["splits"]["test"]
 
 
-def test_members_of_ensembles_are_never_shared():
-    seeds = [seed for ensemble in range(20) for seed in _members(ensemble)]
-    assert len(set(seeds)) == len(seeds)
+def test_five_runs_make_three_ensembles_and_no_more_runs():
+    plan = _plan("own", ["soft", "ensemble"], 5, TINY, None, (), Path("out"))
+    assert [_members(seed) for seed in plan.seeds("ensemble")] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert [job.config.seed for job in plan.jobs()] == [0, 1, 2, 3, 4]
+
+
+def test_runs_begin_seed_by_seed():
+    plans = [_plan(name, ["soft", "BAM-WC"], 2, TINY, None, (), Path("out")) for name in ("mrpc", "rte")]
+    names = [job.folder.name for job in _in_order(plans)]
+    assert names[:4] == ["mrpc-soft-0", "mrpc-BAM-WC-0", "rte-soft-0", "rte-BAM-WC-0"]
+    assert all(name.endswith("-1") for name in names[4:])
+
+
+def test_failed_run_leaves_a_table_of_the_others(tmp_path, sentiment, monkeypatch):
+    def fail_for_seed_1(config, *args, **kwargs):
+        if config.seed == 1:
+            raise RuntimeError("out of memory")
+        return train(config, *args, **kwargs)
+
+    train = reproducing.train_model
+    monkeypatch.setattr(reproducing, "train_model", fail_for_seed_1)
+    with pytest.raises(
+        RunError, match=r"table\.md is not complete: 1 failed, the first own-soft-1: RuntimeError: out of mem"
+    ):
+        run_table(tmp_path, sentiment, ["soft", "ensemble"], num_seeds=2)
+    assert "| soft | 1 |" in (tmp_path / "table.md").read_text()
+    assert "| ensemble |" not in (tmp_path / "table.md").read_text()
+    assert "RuntimeError: out of memory" in (tmp_path / "failures" / "own-soft-1.txt").read_text()
+
+
+def test_table_of_half_its_time_is_completed_later(tmp_path, sentiment):
+    with pytest.raises(RunError, match="no run has finished: 1 were not begun"):
+        run_table(tmp_path, sentiment, ["soft"], minutes=0.0)
+    assert "| soft | 1 |" in run_table(tmp_path, sentiment, ["soft"], minutes=60.0).read_text()
+
+
+def test_tables_and_figures_need_no_draws(table, sentiment, tmp_path):
+    copy = tmp_path / "table"
+    shutil.copytree(
+        table, copy, ignore=lambda folder, names: ["predictions.safetensors"] if Path(folder).name != "means" else []
+    )
+    before = (copy / "table.md").read_text()
+    shutil.rmtree(copy / "calibration")
+    (copy / "cells" / "own-ensemble-0.json").unlink()
+    assert run_table(copy, sentiment, VARIANTS, noise=(1.0,)).read_text() == before
+    assert len(list((copy / "calibration").iterdir())) == len(VARIANTS)
+
+
+def test_means_are_those_of_the_draws(table):
+    run = table / "runs" / "own-BAM-WC-0"
+    draws, means = (reproducing.read_predictions(folder).splits["words-1"].samples for folder in (run, run / "means"))
+    assert draws["attention"].shape[0] == reproducing.NUM_SAMPLES
+    assert torch.equal(means["attention"], draws["attention"].mean(dim=0, keepdim=True))
+
+
+def test_variant_may_have_a_config_of_its_own(tmp_path, monkeypatch):
+    for name, rate in (("mrpc", "1e-5"), ("mrpc-soft", "2e-5")):
+        (tmp_path / f"{name}.yaml").write_text(f"task: mrpc\ntraining:\n  learning_rate: {rate}\n")
+    monkeypatch.setattr(reproducing, "CONFIGS", tmp_path)
+    monkeypatch.setattr(training, "CONFIGS", tmp_path)
+    rates = {v: reproducing.row_config("mrpc", v).training.learning_rate for v in ("soft", "BAM-WC", "BAM-NOKL")}
+    assert rates == {"soft": 2e-5, "BAM-WC": 1e-5, "BAM-NOKL": 1e-5}
+
+
+def test_ensembles_that_share_members_have_no_interval_and_no_test():
+    cells = [fake_cell("soft", seed, value, 0.5) for seed, value in enumerate((0.8, 0.82, 0.84))]
+    cells += [fake_cell("ensemble", seed, value, 0.4) for seed, value in enumerate((0.81, 0.85))]
+    text = section("mrpc", TASKS["mrpc"], cells)
+    assert "| ensemble | 2 | 83.00 | 83.00 | 83.00 | 0.400 |" in text
+    assert "| ensemble | 2.00 | – | -0.100 | – |" in text
 
 
 def fake_cell(row, seed, accuracy, nll):

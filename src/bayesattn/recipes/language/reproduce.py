@@ -20,7 +20,7 @@ from rich.console import Console
 from bayesattn.recipes._tables import read_cell, write_cell
 from bayesattn.recipes._train import config_names, progress
 from bayesattn.recipes.language.evaluate import Predictor, measure_run, write_answers
-from bayesattn.recipes.language.prepare import Prepared, make_split
+from bayesattn.recipes.language.prepare import Prepared, Split, make_split
 from bayesattn.recipes.language.shifts import shifted_splits
 from bayesattn.recipes.language.table import MEANS_FOLDER, Cell, write_tables
 from bayesattn.recipes.language.tasks import TASKS, find_task
@@ -133,6 +133,16 @@ class Plan:
         config = dataclasses.replace(self.configs[variant], seed=seed)
         return Job(self.name, config, tuple(methods), self.data, self.noise, self.out)
 
+    def prepare(self) -> tuple[Prepared, dict[str, Split]]:
+        """Return the data of all runs, and what their models are asked about: validation, test and shifted test sets."""
+        config = next(iter(self.configs.values()))
+        prepared = prepare_run(config, self.data)
+        shifted = shifted_splits(prepared.task, prepared.sources["test"], self.noise, self.data)
+        splits = {name: prepared.splits[name] for name in ("validation", "test")} | {
+            name: make_split(prepared.task, prepared.tokenizer, found, config.max_length) for name, found in shifted.items()
+        }
+        return prepared, splits
+
     def jobs(self) -> list[Job]:
         """Return the runs that the rows need; rows of one trained variant share its runs."""
         needed: dict[tuple[str, int], dict[str, None]] = {}
@@ -234,10 +244,12 @@ def reproduce(
     names, rows = _chosen(names, variants)
     settings = [*_precision(settings), *settings]
     plans = {name: _plan(name, rows, num_seeds, settings, data, noise, out) for name in names}
-    # reads the data now: a missing file must not show after hours
-    work = {job.folder.name: (job, prepare_run(job.config, data)) for job in _in_order(plans.values())}
+    # reads and tokenises the data now, once for all runs: a missing file must not show after hours
+    todo = _in_order(plans.values())
+    ready = {name: plans[name].prepare() for name in dict.fromkeys(job.name for job in todo)}
+    work = {job.folder.name: (job, *ready[job.name]) for job in todo}
     with ExitStack() as stack:
-        for encoder in sorted({prepared.encoder for _, prepared in work.values()}):
+        for encoder in sorted({prepared.encoder for _, prepared, _ in work.values()}):
             stack.enter_context(unpacked(encoder))
         display = stack.enter_context(progress(console))
         bar = display.add_task("runs", total=len(work))
@@ -285,6 +297,12 @@ def _plan(name: str, rows: Sequence[str], num_seeds: int, settings: Sequence[str
     kind = find_task(load_config(name, settings).task).kind
     possible = tuple(row for row in rows if row not in _NOT_FOR.get(kind, ()))
     configs = {ROWS[row][0]: row_config(name, ROWS[row][0], settings) for row in possible}
+    for field in ("task", "encoder", "max_length", "train_size", "source"):
+        values = {getattr(config, field) for config in configs.values()}
+        if len(values) > 1:
+            raise ValueError(
+                f"{field} of the variants of {name} is {values}; allowed: the same for all, they share their data"
+            )
     return Plan(name, configs, possible, num_seeds, data, noise, out)
 
 
@@ -299,16 +317,11 @@ def _members(seed: int) -> list[int]:
     return list(range(seed, seed + ENSEMBLE_SIZE))
 
 
-def run_job(job: Job, prepared: Prepared) -> None:
+def run_job(job: Job, prepared: Prepared, splits: dict[str, Split]) -> None:
     """Train, predict, measure; write the run without its parameters, then its cells."""
     start = time.perf_counter()
     fitted = train_model(job.config, job.data, prepared=prepared)
     trained = time.perf_counter()
-    splits = {name: prepared.splits[name] for name in ("validation", "test")}
-    shifted = shifted_splits(prepared.task, prepared.sources["test"], job.noise, job.data)
-    splits |= {
-        name: make_split(prepared.task, prepared.tokenizer, found, job.config.max_length) for name, found in shifted.items()
-    }
     collator = make_collator(job.config, prepared.tokenizer)
     predictor = Predictor(fitted.model, prepared.task, job.config, collator, prepared.class_names)
     predictions, answers = predictor.predict(splits, methods=job.methods, num_samples=NUM_SAMPLES)

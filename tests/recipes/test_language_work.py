@@ -1,0 +1,90 @@
+"""Many trainings at once: one that fails leaves the others alone, and work stops when its time is over."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from bayesattn.recipes.language import model as encoders
+from bayesattn.recipes.language.work import HOPELESS, run_all, unpacked
+
+
+def touch(folder, name):
+    Path(folder, name).touch()
+
+
+def fail_if(folder, name, is_bad):
+    if is_bad:
+        raise ValueError(f"{name} is bad")
+    touch(folder, name)
+
+
+def die_once(folder, name):
+    """End the process the first time, as the kernel does with one that takes too much memory."""
+    mark = Path(folder, "died")
+    if name == "b" and not mark.exists():
+        mark.touch()
+        os._exit(1)
+    touch(folder, name)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_failed_entry_does_not_stop_the_others(tmp_path):
+    work = {name: (str(tmp_path), name, name == "b") for name in "abc"}
+    outcome = run_all(fail_if, work)
+    assert (outcome.done, list(outcome.failures), outcome.left) == (["a", "c"], ["b"], [])
+    assert names_in(tmp_path) == ["a", "c"]
+    assert outcome.reasons() == "1 failed, the first b: ValueError: b is bad"
+
+
+def test_killed_process_costs_no_entry(tmp_path):
+    outcome = run_all(die_once, {name: (str(tmp_path), name) for name in "abc"}, num_processes=2)
+    assert sorted(outcome.done) == ["a", "b", "c"]
+    assert not outcome.failures
+    assert names_in(tmp_path) == ["a", "b", "c", "died"]
+
+
+def test_work_where_everything_fails_is_given_up(tmp_path):
+    work = {str(number): (str(tmp_path), str(number), True) for number in range(HOPELESS + 4)}
+    outcome = run_all(fail_if, work)
+    assert len(outcome.failures) == HOPELESS
+    assert len(outcome.left) == 4
+
+
+def test_nothing_begins_after_its_time(tmp_path, monkeypatch):
+    clock = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    # every look at the clock takes 20 s: one to set the end, then one before each entry
+    outcome = run_all(touch, {name: (str(tmp_path), name) for name in "abcde"}, minutes=1.0)
+    assert names_in(tmp_path) == outcome.done == ["a", "b"]
+    assert outcome.left == ["c", "d", "e"]
+    assert outcome.reasons() == "3 were not begun"
+
+
+def test_traceback_is_written_and_removed_when_the_entry_works(tmp_path):
+    run_all(fail_if, {"b": (str(tmp_path), "b", True)}).write_failures(tmp_path / "failures")
+    assert "ValueError: b is bad" in (tmp_path / "failures" / "b.txt").read_text()
+    run_all(fail_if, {"b": (str(tmp_path), "b", False)}).write_failures(tmp_path / "failures")
+    assert names_in(tmp_path / "failures") == []
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_packed_encoder_is_unpacked_once_for_all_processes(tmp_path, monkeypatch, has_cache):
+    packed = tmp_path / f"{encoders.WEIGHTS}.xz"
+    packed.touch()
+    monkeypatch.delenv(encoders.CACHE_VARIABLE, raising=False)
+    if has_cache:
+        monkeypatch.setenv(encoders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    seen = []
+    monkeypatch.setattr(
+        "bayesattn.recipes.language.work.packed_weights",
+        lambda path: seen.append((path, os.environ[encoders.CACHE_VARIABLE])),
+    )
+    with unpacked(str(tmp_path)):
+        cache = os.environ[encoders.CACHE_VARIABLE]
+    assert seen == [(packed, cache)]
+    assert os.environ.get(encoders.CACHE_VARIABLE) == (str(tmp_path / "cache") if has_cache else None)
