@@ -1,6 +1,7 @@
 """The graph attention network: the published architecture, copies that are runs of their own, batches that add up."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch_geometric.nn import GATConv
 
-from bayesattn import record_kl
+from bayesattn import AttentionConfig, record_kl
 from bayesattn.recipes.graph.data import load_graph
 from bayesattn.recipes.graph.features import SparseFeatures
 from bayesattn.recipes.graph.generated import generate_graph
 from bayesattn.recipes.graph.many import build_many, fit_many, train_many
-from bayesattn.recipes.graph.model import GraphAttentionNetwork, GraphInputs, take_copies
+from bayesattn.recipes.graph.model import CopySettings, GraphAttentionNetwork, GraphInputs, take_copies
 from bayesattn.recipes.graph.reproduce import DATASETS, VARIANTS
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import (
@@ -216,6 +217,56 @@ def test_both_criteria_decide_what_is_kept_and_either_goes_on(graph):
     assert [epochs_since_progress(rows[: stop + 1]) for stop in range(6)] == [0, 0, 0, 0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["cora-soft", "cora-nokl", "cora-lc", "cora-wc"])
+def test_copies_with_settings_and_splits_of_their_own_are_the_runs_of_these(graph, name):
+    first = load_config(name, [*SMALL, "attention.gamma_beta=0.3", "attention.sigma_q=0.5", "attention.sigma_p=2"])
+    changes = ["dropout=0.2", "weight_decay=0.01", "training.kl_schedule.final=9", "attention.sigma_q=0.8"]
+    second = load_config(name, [*SMALL, *changes, "attention.weibull_k=3", "attention.gamma_beta=0.7"])
+    # another split, one node smaller, and other labels
+    train, rest = graph.splits["validation"][1:], graph.splits["train"]
+    labels = (graph.labels + 1) % 3
+    other = dataclasses.replace(graph, labels=labels, splits={**graph.splits, "train": train, "validation": rest})
+    # without a KL a step reads the neighbourhoods of all copies' labels: the same distribution, but other draws
+    jobs = [(first, graph, 5), (second, other if first.attention.has_kl else graph, 2), (second, graph, 11)]
+
+    def in_double(jobs):
+        configs, graphs, seeds = (list(part) for part in zip(*jobs, strict=True))
+        return fit_many(build_many(configs, graph, seeds).double(), configs, graphs, seeds)
+
+    together, alone = in_double(jobs), [in_double([job]) for job in jobs]
+    for copy, run in enumerate(alone):
+        own = take_copies(together.model.state_dict(), torch.tensor([copy]), len(jobs))
+        for key, value in run.model.state_dict().items():
+            # as above
+            if not key.endswith("bias_out"):
+                assert torch.allclose(own[key], value, rtol=1e-7, atol=1e-9), key
+        assert torch.allclose(run.validation_nll[:, 0], together.validation_nll[:, copy], rtol=1e-9)
+
+
+def test_shared_noise_has_each_copys_size(graph):
+    layer = GraphAttentionNetwork(50, 3, load_config("cora-nokl").attention, num_copies=2).hidden
+    settings = [CopySettings(AttentionConfig("BAM-NOKL", weibull_k=k), p) for k, p in ((2.0, 0.25), (0.5, 0.0))]
+    layer.settings, layer.generators = settings, [torch.Generator().manual_seed(0)]
+    layer.dropout.train()
+    drawn = layer._log_noise(torch.zeros(20_000, 16)).unflatten(1, (2, 8))
+    # ln E has standard deviation π / √6; 160,000 draws with kurtosis 5.4 know theirs to a relative 0.0026
+    for copy, k in enumerate((2.0, 0.5)):
+        assert float(drawn[:, copy].std()) == pytest.approx(math.pi / math.sqrt(6) / k, rel=0.013)
+    kept = layer._drop(torch.ones(20_000, 16)).unflatten(1, (2, 8))
+    # 160,000 draws: five standard errors are 0.0054 of a share of 3/4; what is kept is scaled by 4/3
+    assert float((kept[:, 0] != 0).float().mean()) == pytest.approx(0.75, abs=0.0054)
+    assert float(kept[:, 0].max()) == pytest.approx(4 / 3)
+    assert bool((kept[:, 1] == 1.0).all())
+
+
+def test_copies_that_differ_in_shape_are_refused(graph):
+    configs = [load_config("cora-soft", [*SMALL, f"learning_rate={rate}"]) for rate in (0.01, 0.02)]
+    with pytest.raises(ValueError, match="configs differ in more than dropout"):
+        train_many(configs, graph, [0, 1])
+    with pytest.raises(ValueError, match="config has 2 entries; allowed: 3"):
+        train_many(configs, graph, [0, 1, 2])
+
+
 def test_seeds_are_needed(graph):
     with pytest.raises(ValueError, match="seeds is empty"):
         train_many(load_config("cora-soft", SMALL), graph, [])
@@ -327,6 +378,8 @@ def test_bad_settings_are_named(setting, message):
 
 
 def test_number_of_generators_is_checked(graph):
-    model = GraphAttentionNetwork(50, 3, load_config("cora-soft").attention, num_copies=2)
-    with pytest.raises(ValueError, match="generators has 1 entries; allowed: 2"):
-        model.set_generators([None])
+    model = GraphAttentionNetwork(50, 3, load_config("cora-soft").attention, num_copies=3)
+    with pytest.raises(ValueError, match="generators has 2 entries; allowed: 3, one for each copy, or 1"):
+        model.set_generators([None, None])
+    with pytest.raises(ValueError, match="settings has 0 entries; allowed: 3"):
+        model.set_settings([])

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import os
 
 import pytest
@@ -189,20 +190,68 @@ def test_paired_differences_are_to_the_same_seed():
     assert row["accuracy"] == pytest.approx(71.0)
 
 
+def _tiny_search(monkeypatch, tmp_path, **options):
+    _tiny_configs(monkeypatch, search)
+    monkeypatch.setattr(search, "POINTS", 2)
+    monkeypatch.setattr(search, "NUM_SAMPLES", 2)
+    options = {"num_seeds": 2, "num_rounds": 2, "limit": math.inf, "data": None, "device": "cpu", **options}
+    return search.search("generated", **options, out=tmp_path / "search.csv")
+
+
+def test_search_gives_every_kind_the_same_number_of_settings(monkeypatch, tmp_path):
+    rows = _tiny_search(monkeypatch, tmp_path)
+    assert {kind: sum(row["kind"] == kind for row in rows) for kind in search.OWN} == dict.fromkeys(search.OWN, 16)
+    shared = [{(row["round"], row["dropout"], row["weight_decay"]) for row in rows if row["kind"] == k} for k in search.OWN]
+    assert shared[0] == shared[1] == shared[2]
+    assert all(0.0 <= row["accuracy"] <= 1.0 and row["scaled_nll"] > 0.0 for row in rows)
+    assert len(search.read_rows(tmp_path / "search.csv")) == len(rows)
+
+
+def test_search_stops_before_its_limit_after_a_whole_round(monkeypatch, tmp_path):
+    rows = _tiny_search(monkeypatch, tmp_path, limit=0.0)
+    assert {row["round"] for row in rows} == {0}
+    assert {row["kind"] for row in rows} == set(search.OWN)
+
+
 def test_search_reads_validation_nodes_only(monkeypatch):
-    monkeypatch.setattr(search, "SEEDS", (1, 2))
+    _tiny_configs(monkeypatch, search)
+    monkeypatch.setattr(search, "POINTS", 1)
     graph = generate_graph(97, num_train=20, num_validation=20)
     del graph.splits["test"]
-    found = search.measure(load_config("generated-wc", TINY), graph)
-    assert found["sampled_nll"] > 0.0
-    assert 0.0 <= found["plain_accuracy"] <= 1.0
+    rows = search.run_round("generated", "wc", 0, [graph], GraphInputs.of(graph), [1], "cpu")
+    assert [row["method"] for row in rows][:1] == ["mean"]
+
+
+def test_chosen_is_the_lowest_scaled_nll_among_the_accurate(tmp_path):
+    def row(kind, method, dropout, accuracy, scaled_nll, **own):
+        shared = {"learning_rate": 0.01, "head_dim": 8, "weight_decay": 5e-4, "dropout": dropout, "num_labels": 140}
+        return {"kind": kind, "method": method, "accuracy": accuracy, "nll": 1.0, "scaled_nll": scaled_nll, **shared, **own}
+
+    noise = {"attention.weibull_k": 2.0, "attention.gamma_beta": 0.1, "kl_weight": 0.1}
+    rows = [
+        # the third is the best by NLL, but two points less accurate; the second within one
+        *(row("soft", "mean", d, a, n) for d, a, n in ((0.2, 0.80, 0.6), (0.4, 0.795, 0.5), (0.6, 0.78, 0.4))),
+        *(row("soft", "all", d, 0.8, n) for d, n in ((0.0, 0.1), (0.6, 0.5))),
+        row("nokl", "all", 0.2, 0.8, 0.5, **{"attention.weibull_k": 2.0}),
+        row("wc", "all", 0.2, 0.8, 0.5, **noise),
+    ]
+    chosen = search.choose(rows)
+    assert chosen["soft"]["point"]["dropout"] == 0.4
+    # MC dropout must drop
+    assert chosen["dropout"]["point"]["dropout"] == 0.6
+    for choice, found in chosen.items():
+        config = load_config(str(search.write_config("cora", choice, found, tmp_path)))
+        assert config.dropout == found["point"]["dropout"]
+    assert config.training.kl_schedule.final == pytest.approx(14.0)
+    assert config.prior_scope == "neighbourhood"
+    assert config.attention.kl_reduction == "row_mean"
 
 
 def test_search_grids_name_settings_that_exist():
-    for name, grid in search.GRIDS.items():
-        for key, values in grid.items():
-            for value in values:
-                load_config(f"generated-{name}", [f"{key}={value}"])
+    for kind in search.OWN:
+        for number in range(len(search.ROUNDS)):
+            for point in search.draw_points(kind, number):
+                search.point_config("cora", kind, point, 140)
 
 
 def test_robustness_study_compares_methods_and_ensembles(monkeypatch, tmp_path):

@@ -135,14 +135,18 @@ def _heterophilous(name: str) -> Callable[[Path, int], Graph]:
     return lambda folder, split: load_heterophilous(folder / "heterophilous_graphs", name, split)
 
 
+HETEROPHILOUS = ("actor", "chameleon_filtered", "squirrel_filtered", "minesweeper", "tolokers")
 DATASETS: dict[str, Callable[[Path, int], Graph]] = {
     **{name: _planetoid(name) for name in ("cora", "citeseer", "pubmed")},
-    **{
-        name: _heterophilous(name)
-        for name in ("actor", "chameleon_filtered", "squirrel_filtered", "minesweeper", "tolokers")
-    },
+    **{name: _heterophilous(name) for name in HETEROPHILOUS},
 }
 GENERATED = "generated"
+HETEROPHILOUS_SPLITS = 10
+
+
+def split_of_seed(name: str, seed: int) -> int:
+    """Return the official split that belongs to a seed: seed mod 10 where there are ten, else the only one."""
+    return seed % HETEROPHILOUS_SPLITS if name in HETEROPHILOUS else 0
 
 
 def load_graph(name: str, folder: Path | None = None, *, split: int = 0) -> Graph:

@@ -8,11 +8,13 @@ those that scores and prior see. PyG's GATConv has neither the score biases nor 
 
 `num_copies` networks, each with parameters and noise of its own, run as one: a copy is a group of heads that no other
 copy reads. Every parameter has the heads of all copies on its first axis. Nothing mixes copies, so gradients and Adam's
-steps are those of separate runs; and copy c draws from its own generator what a run alone would draw from torch's.
+steps are those of separate runs; and copy c draws from its own generator what a run alone would draw from torch's. Copies
+may differ in noise, prior, weight of the KL and dropout (`CopySettings`): a whole grid of settings is one network.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -88,6 +90,26 @@ def _move(edges: Edges, device: torch.device | str) -> Edges:
     return Edges(edges.source.to(device), edges.target.to(device), edges.num_sources, edges.num_targets, order)
 
 
+@dataclass(frozen=True)
+class CopySettings:
+    """What one copy may have to itself.
+
+    Attributes:
+        attention: Noise and prior; variant, conventions and the prior's network are those of all copies.
+        dropout: In all three places.
+        kl_weight: Factor of its KL.
+    """
+
+    attention: AttentionConfig
+    dropout: float
+    kl_weight: float = 1.0
+
+    @property
+    def threshold(self) -> int:
+        """Dropout as a multiple of 2^-16."""
+        return round(self.dropout * 2**16)
+
+
 class GraphAttentionLayer(BayesianModule):
     """Graph attention with score biases and GAT's three dropouts.
 
@@ -137,8 +159,11 @@ class GraphAttentionLayer(BayesianModule):
         ):
             nn.init.uniform_(parameter, -math.sqrt(6.0 / fans), math.sqrt(6.0 / fans))
         self._init_bayesian(config, key_dim=head_dim, num_heads=heads)
-        # where each copy draws from; None is torch's own generator
+        # where each copy, or all of them together, draw from; None is torch's own generator
         self.generators: list[torch.Generator | None] = [None] * num_copies
+        # None: all copies are as the arguments say
+        self.settings: list[CopySettings] | None = None
+        self._of_heads: dict[tuple[str, torch.device], Tensor] = {}
 
     def forward(
         self, x: SparseFeatures | Float[Tensor, "n c f"], edges: Edges, batch: tuple[Batch, Edges] | None = None
@@ -190,41 +215,85 @@ class GraphAttentionLayer(BayesianModule):
         return self._ops.softmax(scores + self._log_noise(scores) if self.is_sampling else scores, edges)
 
     def _log_noise(self, scores: Float[Tensor, "e g"]) -> Float[Tensor, "e g"]:
-        shape = (1, 1, scores.shape[0], self.num_heads)
+        shape = (1, 1, scores.shape[0], scores.shape[1] // len(self.generators))
         options = {"device": scores.device, "dtype": scores.dtype}
-        parts = [noise.log_noise(None, shape, self.config, **options, generator=g)[0, 0] for g in self.generators]
-        return torch.cat(parts, dim=1)
+        configs = [self.config] * len(self.generators)
+        if self.settings is not None and len(configs) == self.num_copies:
+            configs = [settings.attention for settings in self.settings]
+        elif self.settings is not None:
+            # one draw for copies that differ: noise of size 1, and then each head's own
+            configs = [replace(self.config, weibull_k=1.0, sigma_q=1.0)]
+        parts = [noise.log_noise(None, shape, c, **options, generator=g)[0, 0] for c, g in zip(configs, self.generators)]
+        drawn = torch.cat(parts, dim=1)
+        if self.settings is None or len(configs) == self.num_copies:
+            return drawn
+        is_weibull = self.config.family == "weibull"
+        sizes = [1.0 / s.attention.weibull_k if is_weibull else s.attention.sigma_q for s in self.settings]
+        return drawn.mul_(self._per_head("noise", sizes, scores))
 
     def _drop(self, x: Float[Tensor, "a b *d"], *, heads_first: bool = False) -> Float[Tensor, "a b *d"]:
         """Drop entries with probability `dropout`, rounded to a multiple of 2^-16; each copy from its own generator."""
-        threshold = round(self.dropout.p * 2**16)
-        if threshold == 0 or not self.dropout.training:
+        settings = self.settings or [CopySettings(self.config, self.dropout.p)]
+        thresholds = [one.threshold for one in settings]
+        if not any(thresholds) or not self.dropout.training:
             return x
         axis = 0 if heads_first else 1
         keep = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for part, generator in zip(keep.split(self.num_heads, dim=axis), self.generators):
+        parts = keep.split(keep.shape[axis] // len(self.generators), dim=axis)
+        view = [-1 if place == axis else 1 for place in range(x.ndim)]
+        is_uniform = len(set(thresholds)) == 1
+        for copy, (part, generator) in enumerate(zip(parts, self.generators)):
             # copy by copy, while what one pass wrote is still in the cache
-            halves = noise.generator_halves((1, 1, 1, part.numel()), x.device, generator)
-            part.copy_((halves >= threshold - 2**15).view(part.shape))
-        scale = 1.0 / (1.0 - threshold * 2.0**-16)
+            halves = noise.generator_halves((1, 1, 1, part.numel()), x.device, generator).view(part.shape)
+            if is_uniform or len(parts) == self.num_copies:
+                part.copy_(halves >= thresholds[0 if is_uniform else copy] - 2**15)
+            else:
+                part.copy_(halves >= self._per_head("threshold", [float(t - 2**15) for t in thresholds], x).view(view))
+        scales = [1.0 / (1.0 - threshold * 2.0**-16) for threshold in thresholds]
+        scale = scales[0] if is_uniform else self._per_head("scale", scales, x).view(view)
         # features are constants: their product needs no second array
         return x * keep.mul_(scale) if x.requires_grad else keep.mul_(x).mul_(scale)
 
+    def _per_head(self, name: str, values: list[float], like: Tensor) -> Float[Tensor, " g"]:
+        """Return a number per copy as one per head, on the device; made once."""
+        key = (name, like.device)
+        if key not in self._of_heads:
+            self._of_heads[key] = torch.tensor(values, dtype=like.dtype, device=like.device).repeat_interleave(
+                self.num_heads
+            )
+        return self._of_heads[key]
+
     def _kl(self, scores, projected, edges: Edges, batch: tuple[Batch, Edges] | None) -> Float[Tensor, " 1"]:
         """Return the KL of one copy and one example (the graph, or a node of a batch), averaged over the copies."""
-        config, count = self.config, 1.0
+        reduction, count = self.config.kl_reduction, 1.0
         if batch is not None:
             part, edges = batch
             scores = scores[: len(edges)]
-            config = replace(config, kl_reduction="sum")
             # what the KL of the whole graph is divided by, and then by the nodes that share this estimate of it
             heads = self.num_heads
             entries = {"sum": 1, "row_mean": part.whole_nodes * heads, "mean": part.whole_edges * heads}
-            count = part.num_nodes * entries[str(self.config.kl_reduction)]
+            count, reduction = part.num_nodes * entries[str(reduction)], "sum"
+        total = scores.new_zeros(1)
         with torch.autocast(scores.device.type, enabled=False):
-            kl = reference.kl_total(scores, self.log_prior(projected), edges, config, self.prior_scope, self._ops)
-        copies = self.num_copies if config.kl_reduction == "sum" else 1
-        return kl * (self.kl_share / copies / count)
+            log_prior = self.log_prior(projected)
+            for settings, first, last in self._alike():
+                config = replace(settings.attention, kl_reduction=reduction)
+                own = slice(first * self.num_heads, last * self.num_heads)
+                prior = None if log_prior is None else log_prior[:, own]
+                kl = reference.kl_total(scores[:, own], prior, edges, config, self.prior_scope, self._ops)
+                # a sum is over the copies, a mean over their heads
+                copies = 1 if reduction == "sum" else last - first
+                total = total + kl * (settings.kl_weight * copies)
+        return total * (self.kl_share / self.num_copies / count)
+
+    def _alike(self) -> Iterator[tuple[CopySettings, int, int]]:
+        """Go through the runs of neighbouring copies with the same KL: settings, first copy, the one after the last."""
+        settings = self.settings or [CopySettings(self.config, self.dropout.p)] * self.num_copies
+        first = 0
+        for _, run in itertools.groupby(settings, key=lambda one: (one.attention, one.kl_weight)):
+            last = first + len(list(run))
+            yield settings[first], first, last
+            first = last
 
 
 class GraphAttentionNetwork(nn.Module):
@@ -276,10 +345,22 @@ class GraphAttentionNetwork(nn.Module):
         return heads.unflatten(1, (self.num_copies, -1)).flatten(2)
 
     def set_generators(self, generators: Sequence[torch.Generator | None]) -> None:
-        """Say where each copy draws its noise from; None is torch's own generator."""
-        if len(generators) != self.num_copies:
-            raise ValueError(f"generators has {len(generators)} entries; allowed: {self.num_copies}, one for each copy")
+        """Say where each copy draws its noise from, or all of them together from one; None is torch's own generator."""
+        if len(generators) not in (1, self.num_copies):
+            raise ValueError(
+                f"generators has {len(generators)} entries; allowed: {self.num_copies}, one for each copy, or 1"
+            )
         self.hidden.generators = self.output.generators = list(generators)
+
+    def set_settings(self, settings: Sequence[CopySettings]) -> None:
+        """Give every copy settings of its own."""
+        if len(settings) != self.num_copies:
+            raise ValueError(f"settings has {len(settings)} entries; allowed: {self.num_copies}, one for each copy")
+        for layer in (self.hidden, self.output):
+            layer.settings = list(settings)
+            # `sampling` and `train` switch it, and ask whether there is anything to switch
+            layer.dropout.p = max(one.dropout for one in settings)
+            layer._of_heads.clear()
 
 
 def stack_networks(networks: Sequence[GraphAttentionNetwork], stacked: GraphAttentionNetwork) -> None:

@@ -1,88 +1,257 @@
-"""How settings are chosen: every one of a grid, a few seeds each, ranked on validation nodes. No test node is read.
+"""How settings are chosen: a random search of equal size for every kind of network, ranked on validation nodes alone.
 
-    python -m bayesattn.recipes.graph.search chameleon_filtered wc --data DIR
+    python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
+    python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out src/bayesattn/recipes/graph/configs
 
-First `soft` settles dropout and weight decay, by the NLL of the soft network itself, so that the baseline gets the settings
-that suit it best. Then each Bayesian grid settles noise and prior, and may lower the dropout, by the NLL of 20 draws.
+A round fixes learning rate and width and draws `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL and
+BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's networks. So
+each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as one network.
+
+A setting counts by how its predictions are made: soft by its mean, MC dropout and BAM by 20 draws of all the noise they
+were trained with. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one with the lowest
+NLL after temperature scaling is chosen; the temperature for one half of the validation nodes comes from the other half.
+No test node is read.
 """
 
 import argparse
+import csv
 import itertools
-import json
+import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+import torch.nn.functional as F
+import yaml
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from bayesattn import metrics
-from bayesattn.recipes._train import one_thread, progress
+from bayesattn.recipes._train import one_thread
 from bayesattn.recipes.graph.data import Graph
 from bayesattn.recipes.graph.evaluate import available_methods, draw
 from bayesattn.recipes.graph.many import train_many
 from bayesattn.recipes.graph.model import GraphInputs
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
-from bayesattn.recipes.graph.train import GraphConfig, load_config, load_config_graph
-from bayesattn.runs import write_bytes
+from bayesattn.recipes.graph.targets import Targets
+from bayesattn.recipes.graph.train import CONFIGS, GraphConfig, load_config, load_seed_graphs
+from bayesattn.report.measure import mean_logits
+from bayesattn.runs import write_bytes, write_csv
 
-SEEDS = (100, 101, 102, 103, 104)
-GRIDS: dict[str, dict[str, list[Any]]] = {
-    "soft": {"dropout": [0.2, 0.4, 0.6], "weight_decay": [5e-5, 5e-4]},
-    "nokl": {"attention.weibull_k": [0.5, 1, 2], "dropout": [0.2, 0.4, 0.6]},
-    "wc": {"attention.weibull_k": [1, 2, 5], "attention.gamma_beta": [1e-1, 1], "dropout": [0.2, 0.4]},
+FIRST_SEED = 100
+POINTS = 8
+NUM_SAMPLES = 20
+TOLERANCE = 0.01
+# of a round, for all kinds
+ROUNDS: list[dict[str, Any]] = [
+    {"learning_rate": 0.01, "head_dim": 16},
+    {"learning_rate": 0.005, "head_dim": 8},
+    {"learning_rate": 0.005, "head_dim": 16},
+    {"learning_rate": 0.02, "head_dim": 8},
+]
+# of a point, for all kinds
+SHARED: dict[str, list[Any]] = {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]}
+# of a point, by kind; `kl_weight` is of the loss per label, and the config's is per graph
+OWN: dict[str, dict[str, list[Any]]] = {
+    "soft": {},
+    "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0]},
+    "wc": {
+        "attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0],
+        "attention.gamma_beta": [0.1, 1.0],
+        "kl_weight": [0.01, 0.1, 1.0],
+    },
 }
+FIXED: dict[str, dict[str, Any]] = {
+    "soft": {},
+    "nokl": {},
+    "wc": {"attention.preset": "default", "attention.prior_hidden_dim": 5, "prior_scope": "neighbourhood"},
+}
+# what is chosen: the networks it trains, and the method that predicts
+CHOICES = {"soft": ("soft", "mean"), "dropout": ("soft", "all"), "nokl": ("nokl", "all"), "wc": ("wc", "all")}
 
 
-def measure(config: GraphConfig, graph: Graph) -> dict[str, float]:
-    """Train one network per seed of `SEEDS` and return means over them, on the validation nodes, plain and with 20 draws."""
-    inputs = GraphInputs.of(graph)
-    model = train_many(config, graph, SEEDS, inputs=inputs).model
-    nodes = graph.splits["validation"]
-    wanted, labels = neighbourhood_inputs(inputs, nodes), graph.labels[nodes]
-    result: dict[str, float] = {}
-    for name, method in zip(("plain", "sampled"), available_methods(config)):
-        logits = draw(model, wanted, method, 20, seed=0)
-        found = [
-            metrics.evaluate_predictions(logits[:, copy], labels, space="logit", num_resamples=0)
-            for copy in range(len(SEEDS))
-        ]
-        for key in ("accuracy", "nll", "ece", "aurc"):
-            result[f"{name}_{key}"] = sum(estimates[key].value for estimates in found) / len(found)
-    return result
+def draw_points(kind: str, number: int) -> list[dict[str, Any]]:
+    """Return the settings of a round; those that kinds share are the same for all of them."""
+    pairs = [dict(zip(SHARED, values)) for values in itertools.product(*SHARED.values())]
+    # pairs are drawn without repetition over two rounds; a string seeds Python's generator alike everywhere
+    order = random.Random(f"pairs {number // 2}").sample(pairs, len(pairs))
+    first = (number % 2) * POINTS
+    own = random.Random(f"{kind} {number}")
+    return [
+        {**ROUNDS[number], **pair, **{name: own.choice(values) for name, values in OWN[kind].items()}}
+        for pair in order[first : first + POINTS]
+    ]
+
+
+def point_config(name: str, kind: str, point: dict[str, Any], num_labels: int) -> GraphConfig:
+    """Return the config of a setting, on the base of the data set's own."""
+    values = {**FIXED[kind], **point}
+    if "kl_weight" in values:
+        values["training.kl_schedule.final"] = values.pop("kl_weight") * num_labels
+    return load_config(f"{name}-{kind}", [f"{key}={value}" for key, value in values.items()])
+
+
+def run_round(
+    name: str, kind: str, number: int, graphs: Sequence[Graph], inputs: GraphInputs, seeds: Sequence[int], device: str
+) -> list[dict[str, Any]]:
+    """Train all settings and seeds of one kind side by side; a row for every setting, seed and method."""
+    points = draw_points(kind, number)
+    num_labels = len(graphs[0].splits["train"])
+    jobs = [(point, seed) for point in points for seed in seeds]
+    configs = [point_config(name, kind, point, num_labels) for point, _ in jobs]
+    each_graph = [graph for _ in points for graph in graphs]
+    runs = train_many(
+        configs, each_graph, [seed for _, seed in jobs], device=device, inputs=inputs, shares_noise=device != "cpu"
+    )
+    validation = Targets.of(each_graph, "validation", torch.device("cpu"))
+    wanted = neighbourhood_inputs(inputs, validation.nodes).to(device)
+    rows = []
+    # the copy that drops most says which methods there are
+    methods = available_methods(max(configs, key=lambda config: config.dropout))
+    for method in dict.fromkeys(["mean", methods[-1]]):
+        logits = draw(runs.model, wanted, method, NUM_SAMPLES, 0).cpu()
+        for copy, (point, seed) in enumerate(jobs):
+            own = validation.is_own[copy]
+            found = measure(logits[:, copy, own], validation.labels[copy, own])
+            row = {"dataset": name, "kind": kind, "round": number, "method": "mean" if method == "mean" else "all"}
+            about = {"num_labels": num_labels, "kept_epoch": int(runs.kept_epoch[copy]), "seconds": round(runs.seconds, 2)}
+            rows.append({**row, "seed": seed, **point, **found, **about})
+    return rows
+
+
+def measure(logits: Float[Tensor, "s v c"], labels: Int[Tensor, " v"]) -> dict[str, float]:
+    """Return accuracy, NLL and the NLL after cross-fitted temperature scaling of drawn predictions."""
+    mean = mean_logits(torch.softmax(logits.double(), dim=-1))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    halves = order.tensor_split(2)
+    total = 0.0
+    for fitted, scored in (halves, halves[::-1]):
+        temperature = metrics.fit_temperature(mean[fitted], labels[fitted])
+        total += float(F.cross_entropy(mean[scored] / temperature, labels[scored], reduction="sum"))
+    return {
+        "accuracy": float((mean.argmax(dim=-1) == labels).double().mean()),
+        "nll": float(F.cross_entropy(mean, labels)),
+        "scaled_nll": total / len(labels),
+    }
 
 
 @one_thread()
-def search(name: str, grid: dict[str, list[Any]], data: Path | None, console: Console) -> list[dict[str, Any]]:
-    """Return one row per setting of the config `name`, best first."""
-    rows = []
-    combinations = list(itertools.product(*grid.values()))
-    with progress(console) as display:
-        task = display.add_task(name, total=len(combinations))
-        for values in combinations:
-            settings = [f"{key}={value}" for key, value in zip(grid, values)]
-            config = load_config(name, settings)
-            rows.append({"settings": settings, **measure(config, load_config_graph(config, data))})
-            display.advance(task)
-    is_soft = load_config(name).attention.variant == "soft"
-    return sorted(rows, key=lambda row: row["plain_nll" if is_soft else "sampled_nll"])
+def search(
+    name: str, *, num_seeds: int, num_rounds: int, limit: float, data: Path | None, device: str, out: Path
+) -> list[dict[str, Any]]:
+    """Run rounds until there are `num_rounds`, or until the next one would end after `limit` seconds; write after each.
+
+    Every round trains all kinds, so that a search that is cut short is still one of equal size.
+    """
+    start = last = time.perf_counter()
+    longest = 0.0
+    seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
+    graphs = load_seed_graphs(load_config(f"{name}-soft"), data, seeds)
+    inputs = GraphInputs.of(graphs[0])
+    rows: list[dict[str, Any]] = []
+    for number in range(num_rounds):
+        for kind in OWN:
+            rows += run_round(name, kind, number, graphs, inputs, seeds, device)
+        write_csv(out, rows)
+        now = time.perf_counter()
+        print(f"{name}: round {number + 1} of {num_rounds}, {now - start:.0f} s", flush=True)
+        longest, last = max(longest, now - last), now
+        if now - start + longest > limit:
+            break
+    return rows
+
+
+def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the chosen setting of each kind of prediction, with its means over seeds and how many it was chosen from."""
+    names = [*ROUNDS[0], *SHARED, *OWN["wc"]]
+    chosen = {}
+    for choice, (kind, method) in CHOICES.items():
+        points: dict[tuple, list[dict[str, Any]]] = {}
+        for row in rows:
+            # MC dropout without dropout is soft attention, which chooses for itself
+            is_idle = choice == "dropout" and float(row["dropout"]) == 0.0
+            if (row["kind"], row["method"]) == (kind, method) and not is_idle:
+                points.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
+        means = [
+            {name: sum(float(row[name]) for row in own) / len(own) for name in ("accuracy", "nll", "scaled_nll")}
+            for own in points.values()
+        ]
+        best = max(mean["accuracy"] for mean in means)
+        fine = [index for index, mean in enumerate(means) if mean["accuracy"] >= best - TOLERANCE]
+        index = min(fine, key=lambda index: means[index]["scaled_nll"])
+        own = list(points.values())[index]
+        point = {name: float(own[0][name]) for name in names if own[0].get(name, "") != ""}
+        about = {"num_points": len(points), "num_seeds": len(own), "num_labels": int(own[0]["num_labels"])}
+        chosen[choice] = {"kind": kind, "point": point, **about, **means[index]}
+    return chosen
+
+
+def write_config(name: str, choice: str, found: dict[str, Any], folder: Path) -> Path:
+    """Write the config of a chosen setting."""
+    base = yaml.safe_load((CONFIGS / f"{name}-{found['kind']}.yaml").read_text(encoding="utf-8"))
+    values = {**FIXED[found["kind"]], **found["point"]}
+    if "kl_weight" in values:
+        values["training.kl_schedule.final"] = values.pop("kl_weight") * found["num_labels"]
+    for key, value in values.items():
+        target = base
+        *parents, last = key.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = int(value) if last in ("head_dim", "prior_hidden_dim") else value
+    words = {"soft": "soft attention", "dropout": "soft attention, to be predicted with MC dropout", "nokl": "BAM-NOKL"}
+    header = (
+        f"# {name}, {words.get(choice, 'BAM-WC')}: the best of {found['num_points']} settings on validation nodes, "
+        f"{found['num_seeds']} seeds each (search.py).\n"
+        f"# Validation: accuracy {found['accuracy']:.4f}, NLL {found['nll']:.4f}, {found['scaled_nll']:.4f} after "
+        "cross-fitted temperature scaling.\n"
+        f"# bayesattn train graph --config {name}-{choice}-tuned --data DIR --out runs/{name}-{choice}-tuned\n"
+    )
+    path = folder / f"{name}-{choice}-tuned.yaml"
+    write_bytes(path, (header + yaml.safe_dump(base, sort_keys=False)).encode())
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read what `search` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:
-    """Run one grid on one data set, print its table and optionally write it as JSON lines."""
+    """Search one data set, or choose from what searches wrote."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset")
-    parser.add_argument("grid", choices=list(GRIDS))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--out", type=Path)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="search one data set")
+    run.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
+    run.add_argument("--seeds", type=int, default=5)
+    run.add_argument("--rounds", type=int, default=len(ROUNDS), choices=range(1, len(ROUNDS) + 1))
+    run.add_argument("--limit", type=float, default=float("inf"), help="seconds; no round begins that would end later")
+    run.add_argument("--data", type=Path)
+    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    pick = commands.add_parser("choose", help="write the configs of the chosen settings")
+    pick.add_argument("files", type=Path, nargs="+")
+    pick.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = search(f"{arguments.dataset}-{arguments.grid}", GRIDS[arguments.grid], arguments.data, Console(stderr=True))
-    for row in rows:
-        numbers = "  ".join(f"{key} {value:.3f}" for key, value in row.items() if key != "settings")
-        print(f"{' '.join(row['settings']):70s} {numbers}")
-    if arguments.out:
-        write_bytes(arguments.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    if arguments.command == "run":
+        search(
+            arguments.name,
+            num_seeds=arguments.seeds,
+            num_rounds=arguments.rounds,
+            limit=arguments.limit,
+            data=arguments.data,
+            device=arguments.device,
+            out=arguments.out,
+        )
+        return
+    for file in arguments.files:
+        rows = read_rows(file)
+        for choice, found in choose(rows).items():
+            path = write_config(rows[0]["dataset"], choice, found, arguments.out)
+            print(path, found)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()
