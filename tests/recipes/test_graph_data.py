@@ -248,6 +248,17 @@ def test_corruption_changes_what_it_says_and_nothing_else():
     wrong = corrupt.change_labels(graph, 0.4)
     assert int((wrong.labels != graph.labels).sum()) == 20
     assert set((wrong.labels != graph.labels).nonzero().flatten().tolist()) <= set(graph.splits["train"].tolist())
+    moved = corrupt.replace_features(graph, 0.5)
+    assert torch.allclose(moved.features.sum(dim=1), graph.features.sum(dim=1))
+    # half of some 3,300 entries move; entries that meet there, or stay by chance, are few
+    share = float((moved.features != graph.features).sum()) / 2 / int((graph.features != 0).sum())
+    assert 0.4 < share < 0.55
+    few = corrupt.keep_labels(graph, 0.25)
+    assert graph.labels[few.splits["train"]].bincount().tolist() == [2] * 5
+    assert set(few.splits["train"].tolist()) <= set(graph.splits["train"].tolist())
+    rotated = corrupt.rotate_classes(graph, 2)
+    assert [rotated.class_names[label] for label in rotated.labels] == [graph.class_names[label] for label in graph.labels]
+    assert rotated.class_names[-1] == "class 2"
     noisy = corrupt.add_feature_noise(graph, 2.0)
     expected = 2.0 * float(graph.features[graph.splits["train"]].std(correction=0))
     # 60,000 normal draws: the standard error of the deviation is 0.29 % of it; five of them
@@ -260,6 +271,8 @@ def test_corruption_changes_what_it_says_and_nothing_else():
         (corrupt.remove_edges, 1.5),
         (corrupt.change_labels, -0.1),
         (corrupt.add_edges, -1.0),
+        (corrupt.replace_features, 1.1),
+        (corrupt.keep_labels, -0.5),
         (corrupt.add_feature_noise, -1.0),
     ],
 )

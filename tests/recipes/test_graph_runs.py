@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from bayesattn.recipes.graph import demo, reproduce, robustness, search
+from bayesattn.recipes.graph import compare, demo, reproduce, robustness, search
 from bayesattn.recipes.graph.evaluate import available_methods, draw, edge_weights, measure_draws, predict_run
 from bayesattn.recipes.graph.generated import generate_graph
 from bayesattn.recipes.graph.many import train_many, write_runs
@@ -254,27 +254,80 @@ def test_search_grids_name_settings_that_exist():
                 search.point_config("cora", kind, point, 140)
 
 
-def test_robustness_study_compares_methods_and_ensembles(monkeypatch, tmp_path):
-    _tiny_configs(monkeypatch, robustness)
-    monkeypatch.setattr(robustness, "PREDICTED", {key: robustness.PREDICTED[key] for key in ("clean", "edges added 50 %")})
-    names = ["generated-soft", "generated-wc"]
-    options = {"num_seeds": 5, "trained": ["clean", "class left out"], "data": None, "out": tmp_path}
-    rows = robustness.study(names, **options, console=Console(quiet=True))
-    methods = {(row["config"], row["method"]) for row in rows}
-    assert methods == {
-        ("generated-soft", "mean"),
-        ("generated-soft", "dropout"),
-        ("generated-soft", "ensemble"),
-        ("generated-wc", "mean"),
-        ("generated-wc", "attention"),
-        ("generated-wc", "ensemble"),
-    }
-    assert all((row["ood_auroc"] is None) == (row["trained"] == "clean") for row in rows)
-    lines = robustness.compare(rows, [("generated-soft", "mean")], ["accuracy"])
-    # three situations with six series each
-    assert len(lines) == 18
+@pytest.fixture
+def tiny_study(monkeypatch, tmp_path):
+    plain = robustness.load_config
+
+    def tiny(name, settings=()):
+        _, kind, _ = name.split("-")
+        return plain(f"generated-{'soft' if kind == 'dropout' else kind}", [*settings, *TINY])
+
+    monkeypatch.setattr(robustness, "load_config", tiny)
+    monkeypatch.setattr(robustness, "NUM_SAMPLES", 3)
+    monkeypatch.setattr(robustness, "PREDICTED", {"edges added 50 %": robustness.PREDICTED["edges added 50 %"]})
+    options = {"num_seeds": 3, "members": 2, "limit": math.inf, "data": None, "device": "cpu", "out": tmp_path / "rows.csv"}
+    return lambda **changes: robustness.study("generated", **{**options, **changes})
+
+
+def test_robustness_study_has_every_series_seed_and_situation(tiny_study, tmp_path):
+    rows = tiny_study(trained=["clean", "class left out"])
+    series = {"soft", "ensemble", "dropout", "nokl", "nokl-attention", "wc", "wc-attention"}
+    assert {row["series"] for row in rows} == series
+    # two test graphs of the clean training, and one of the other
+    assert len(rows) == len(series) * 3 * 3
+    assert all(("ood_auroc" in row) == (row["trained"] == "class left out") for row in rows)
+    assert all(("pavpu_05" in row) == (row["series"] != "soft") for row in rows)
+    assert {row["seed"] for row in rows if row["series"] == "ensemble"} == {0, 1, 2}
+    read = compare.read_rows([tmp_path / "rows.csv"])
+    assert {row["situation"] for row in read} == {"clean", "edges added 50 %", "class left out"}
+    for measure in ("accuracy", "aurc"):
+        figure = compare.plot(read, measure)
+        assert len(figure.axes[0].get_xticks()) == 3
+    assert "BAM-WC, attention alone" in compare.overview(read)
+
+
+def test_first_member_of_an_ensemble_is_the_run_of_the_seed(tiny_study, monkeypatch):
+    monkeypatch.setattr(robustness, "PREDICTED", {})
+    monkeypatch.setattr(robustness, "KINDS", ("soft",))
+    alone, together = (
+        {row["seed"]: row["nll"] for row in tiny_study(trained=["clean"], members=members) if row["series"] == "soft"}
+        for members in (1, 2)
+    )
+    assert alone == pytest.approx(together, abs=1e-5)
+
+
+def test_study_stops_before_its_limit(tiny_study):
+    rows = tiny_study(trained=["labels wrong 20 %", "a quarter of the labels"], members=1, limit=1e-3)
+    assert {row["trained"] for row in rows} == {"labels wrong 20 %"}
     with pytest.raises(ValueError, match="trained has 'upside down'; allowed: clean"):
-        robustness.study(names, **{**options, "trained": ["upside down"]}, console=Console(quiet=True))
+        tiny_study(trained=["upside down"])
+    with pytest.raises(ValueError, match="num_seeds, members are 3, 0; allowed"):
+        tiny_study(trained=["clean"], members=0)
+
+
+def test_holm_corrects_step_by_step():
+    # 3 × 0.01, 2 × 0.02, and the last not below the one before it
+    assert compare.holm([0.02, 0.01, 0.03]) == pytest.approx([0.04, 0.03, 0.04])
+    assert compare.holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
+
+
+def test_a_variant_wins_only_against_both_baselines():
+    values = {"soft": 0.70, "dropout": 0.70, "wc": 0.75, "nokl": 0.75}
+    empty = dict.fromkeys(robustness.MEASURES)
+    rows = [
+        # NOKL is far above soft and level with MC dropout
+        {**empty, "dataset": "d", "situation": "clean", "series": s, "seed": i, "accuracy": v + 0.001 * ((i * k) % 7)}
+        for k, (s, v) in enumerate({**values, "dropout": 0.70}.items(), start=1)
+        for i in range(8)
+    ]
+    for row in rows:
+        if row["series"] == "nokl":
+            row["accuracy"] = 0.70 + 0.001 * ((row["seed"] * 5) % 7)
+    comparisons = compare.compare(rows)
+    assert len(comparisons) == 4
+    assert [group[0].series for group in compare.wins(comparisons)] == ["wc"]
+    assert compare.wins(comparisons, better=False) == []
+    assert "| d | clean | accuracy | BAM-WC | +0.0" in compare.win_table(compare.wins(comparisons))
 
 
 def test_demo_prints_one_row_per_attention_and_prediction(tmp_path):

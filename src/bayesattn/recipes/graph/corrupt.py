@@ -1,4 +1,4 @@
-"""Graphs made worse on purpose: noisy features, edges added at random or taken away, wrong labels."""
+"""Graphs made worse on purpose: noisy features, edges added at random or taken away, wrong labels and few of them."""
 
 from dataclasses import replace
 
@@ -17,6 +17,23 @@ def add_feature_noise(graph: Graph, strength: float, seed: int = 0) -> Graph:
     noise = torch.randn(graph.features.shape, generator=torch.Generator().manual_seed(seed))
     scale = strength * float(graph.features[graph.splits["train"]].std(correction=0))
     return replace(graph, features=graph.features + scale * noise if scale else graph.features)
+
+
+def replace_features(graph: Graph, share: float, seed: int = 0) -> Graph:
+    """Move a random `share` of the features that are not 0 to random columns: words replaced by any others.
+
+    Unlike Gaussian noise it leaves a bag of words a bag of words, of about the same length.
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share is {share!r}; allowed: 0 to 1")
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = graph.features.nonzero(as_tuple=True)
+    values = graph.features[rows, columns]
+    is_moved = torch.rand(len(rows), generator=generator) < share
+    anywhere = torch.randint(graph.features.shape[1], columns.shape, generator=generator)
+    features = torch.zeros_like(graph.features)
+    features.index_put_((rows, torch.where(is_moved, anywhere, columns)), values, accumulate=True)
+    return replace(graph, features=features)
 
 
 def add_edges(graph: Graph, share: float, seed: int = 0) -> Graph:
@@ -51,3 +68,23 @@ def change_labels(graph: Graph, share: float, seed: int = 0) -> Graph:
     labels = graph.labels.clone()
     labels[chosen] = (labels[chosen] + shift) % graph.num_classes
     return replace(graph, labels=labels)
+
+
+def keep_labels(graph: Graph, share: float, seed: int = 0) -> Graph:
+    """Keep a random `share` of the labels of every class for training, at least one."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share is {share!r}; allowed: 0 to 1")
+    generator = torch.Generator().manual_seed(seed)
+    kept = []
+    for label in range(graph.num_classes):
+        own = graph.splits["train"][graph.labels[graph.splits["train"]] == label]
+        count = min(len(own), max(1, round(share * len(own))))
+        kept.append(own[torch.randperm(len(own), generator=generator)[:count]])
+    return replace(graph, splits={**graph.splits, "train": torch.cat(kept).sort().values})
+
+
+def rotate_classes(graph: Graph, count: int) -> Graph:
+    """Number the classes anew, so that another one is the last: class c becomes c + `count`, modulo their number."""
+    names = [graph.class_names[(label - count) % graph.num_classes] for label in range(graph.num_classes)]
+    labels = torch.where(graph.labels >= 0, (graph.labels + count) % graph.num_classes, graph.labels)
+    return replace(graph, labels=labels, class_names=names)

@@ -1,253 +1,247 @@
-"""What the paper's table does not show: networks on worse data, and which of their predictions to trust.
+"""What the paper's table does not show: tuned networks on worse data, and which of their predictions to trust.
 
-    python -m bayesattn.recipes.graph.robustness --configs cora-soft,cora-wc --seeds 20 --data DIR --out runs/robustness
+    python -m bayesattn.recipes.graph.robustness cora --data DIR --out runs/robustness/cora.csv
+    python -m bayesattn.recipes.graph.compare runs/robustness/*.csv --out docs/results
 
-Every config is trained on the clean graph, with wrong training labels, and with a class left out. The test nodes are
-predicted on the clean graph, with noisy features, with random edges added, and with edges removed. Compared are the
-posterior mean, draws of the attention, MC dropout, and an ensemble of the means of five seeds; a temperature comes from
-clean validation nodes. The configs of one call share seeds, so differences are paired.
+Soft attention, MC dropout, BAM without KL and BAM-WC, each with the settings chosen for it (`search.py`), and an ensemble of
+five soft networks for every seed. They are trained on the graph as it is and on worse ones (`TRAINED`); those trained on the
+graph as it is also predict on worse ones (`PREDICTED`). All seeds of one kind train side by side, and seeds are paired: one
+seed has the same split, wrong labels, left-out class and test graph for all kinds. Each test graph is drawn four times, and
+seed s takes draw s mod 4; a temperature comes from the validation nodes of the graph that was trained on.
 """
 
 import argparse
-import dataclasses
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
 from torch import Tensor
 
 from bayesattn import metrics
-from bayesattn.plots._style import COLORS, new_figure
-from bayesattn.recipes import _tables
-from bayesattn.recipes._train import one_thread, progress
-from bayesattn.recipes.graph.corrupt import add_edges, add_feature_noise, change_labels, remove_edges
+from bayesattn.recipes._train import one_thread
+from bayesattn.recipes.graph.corrupt import (
+    add_edges,
+    change_labels,
+    keep_labels,
+    remove_edges,
+    replace_features,
+    rotate_classes,
+)
 from bayesattn.recipes.graph.data import Graph, leave_out_classes
 from bayesattn.recipes.graph.evaluate import LEFT_OUT, available_methods, draw, measure_draws
 from bayesattn.recipes.graph.many import train_many
-from bayesattn.recipes.graph.model import GraphInputs
+from bayesattn.recipes.graph.model import GraphAttentionNetwork, GraphInputs
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
-from bayesattn.recipes.graph.train import GraphConfig, load_config, load_config_graph
-from bayesattn.report.aggregate import over_runs
-from bayesattn.runs import write_bytes
+from bayesattn.recipes.graph.train import GraphConfig, load_config, load_seed_graphs
+from bayesattn.runs import write_csv
 
-ENSEMBLE = 5
-NUM_SAMPLES = 20
 CLEAN = "clean"
-MARKERS = {"mean": "o", "attention": "s", "dropout": "^", "ensemble": "D"}
-# how the test nodes are predicted, and how the networks were trained
-PREDICTED: dict[str, Callable[[Graph], Graph]] = {
-    CLEAN: lambda graph: graph,
-    "feature noise 0.5": lambda graph: add_feature_noise(graph, 0.5),
-    "feature noise 1": lambda graph: add_feature_noise(graph, 1.0),
-    "edges added 50 %": lambda graph: add_edges(graph, 0.5),
-    "edges added 100 %": lambda graph: add_edges(graph, 1.0),
-    "edges removed 25 %": lambda graph: remove_edges(graph, 0.25),
-    "edges removed 50 %": lambda graph: remove_edges(graph, 0.5),
+OUTSIDE = "class left out"
+KINDS = ("soft", "dropout", "nokl", "wc")
+NUM_SAMPLES = 20
+TEST_DRAWS = 4
+# members of an ensemble have seeds so far apart
+MEMBER_STEP = 1000
+# networks side by side: on a CPU more do not fit the cache
+COPIES = {"cpu": 5, "cuda": 100}
+# how a graph is changed before training, by run seed; the last one has the same edges for all seeds
+TRAINED: dict[str, Callable[[Graph, int], Graph]] = {
+    CLEAN: lambda graph, seed: graph,
+    OUTSIDE: lambda graph, seed: leave_out_classes(rotate_classes(graph, seed), 1),
+    "labels wrong 20 %": lambda graph, seed: change_labels(graph, 0.2, seed),
+    "labels wrong 40 %": lambda graph, seed: change_labels(graph, 0.4, seed),
+    "a quarter of the labels": lambda graph, seed: keep_labels(graph, 0.25, seed),
+    "trained with edges added 50 %": lambda graph, seed: add_edges(graph, 0.5),
 }
-TRAINED: dict[str, Callable[[Graph], Graph]] = {
-    CLEAN: lambda graph: graph,
-    "labels wrong 20 %": lambda graph: change_labels(graph, 0.2),
-    "labels wrong 40 %": lambda graph: change_labels(graph, 0.4),
-    "class left out": lambda graph: leave_out_classes(graph, 1),
+# how the graph is changed on which the networks of the clean graph predict, by number of the draw
+PREDICTED: dict[str, Callable[[Graph, int], Graph]] = {
+    "features replaced 25 %": lambda graph, seed: replace_features(graph, 0.25, seed),
+    "features replaced 50 %": lambda graph, seed: replace_features(graph, 0.5, seed),
+    "edges added 50 %": lambda graph, seed: add_edges(graph, 0.5, seed),
+    "edges added 100 %": lambda graph, seed: add_edges(graph, 1.0, seed),
+    "edges removed 25 %": lambda graph, seed: remove_edges(graph, 0.25, seed),
+    "edges removed 50 %": lambda graph, seed: remove_edges(graph, 0.5, seed),
 }
-# measure: heading, whether larger is better
-MEASURES = {
-    "accuracy": ("accuracy", True),
-    "nll": ("NLL", False),
-    "scaled_nll": ("NLL scaled", False),
-    "ece": ("ECE", False),
-    "aurc": ("AURC", False),
-    "selective_accuracy_80": ("accuracy of the surest 80 %", True),
-    "pavpu_05": ("PAvPU", True),
-    "ood_auroc": ("OOD AUROC", True),
-}
+MEASURES = (
+    "accuracy", "nll", "scaled_nll", "ece", "scaled_ece", "aurc", "selective_accuracy_80", "pavpu_05", "ood_auroc",
+)  # fmt: skip
 
 
-def run_group(config: GraphConfig, graph: Graph, seeds: Sequence[int], trained: str) -> dict[str, Any]:
-    """Train some seeds side by side and measure them and their ensemble on every kind of test graph.
+@dataclass(frozen=True)
+class Trained:
+    """Networks of one kind side by side.
 
-    Returns:
-        By test graph and method: one dictionary of measures for each seed, or for the ensemble alone.
+    Attributes:
+        model: One copy for each seed and member, members of a seed together.
+        graphs: One for each seed.
+        seeds: Of the runs.
+        members: Networks for each seed.
     """
-    graph = TRAINED[trained](graph)
-    clean = GraphInputs.of(graph)
-    model = train_many(config, graph, seeds, inputs=clean).model
-    validation, test = graph.splits["validation"], graph.splits["test"]
-    truth = (graph.labels[validation], graph.labels[test])
-    result: dict[str, Any] = {}
-    methods = available_methods(config)[:2]
-    temperature_draws = {m: draw(model, neighbourhood_inputs(clean, validation), m, NUM_SAMPLES, 0) for m in methods}
-    for name, corrupt in PREDICTED.items() if trained == CLEAN else [(CLEAN, PREDICTED[CLEAN])]:
-        inputs = clean if name == CLEAN else GraphInputs.of(corrupt(graph))
-        result[name] = {}
-        for method in methods:
-            drawn = draw(model, neighbourhood_inputs(inputs, test), method, NUM_SAMPLES, 0)
-            outside = None
-            if LEFT_OUT in graph.splits:
-                outside = draw(model, neighbourhood_inputs(inputs, graph.splits[LEFT_OUT]), method, NUM_SAMPLES, 0)
-            result[name][method] = [
-                _measure(
-                    temperature_draws[method][:, copy], drawn[:, copy], truth, None if outside is None else outside[:, copy]
-                )
-                for copy in range(len(seeds))
-            ]
-            if method == "mean" and len(seeds) == ENSEMBLE:
-                # the members are the draws of an ensemble
-                parts = (temperature_draws[method][0], drawn[0], truth, None if outside is None else outside[0])
-                result[name]["ensemble"] = [_measure(*parts)]
-    return result
+
+    model: GraphAttentionNetwork
+    graphs: list[Graph]
+    seeds: list[int]
+    members: int
 
 
-def _measure(validation: Tensor, test: Tensor, truth: tuple[Tensor, Tensor], outside: Tensor | None) -> dict[str, float]:
-    found = measure_draws(validation, truth[0], test, truth[1])
-    if outside is not None:
-        inside, outside = (metrics.entropy(torch.softmax(part.double(), dim=-1).mean(dim=0)) for part in (test, outside))
+def train_kind(
+    config: GraphConfig, graphs: Sequence[Graph], inputs: GraphInputs, seeds: Sequence[int], members: int, device: str
+) -> list[Trained]:
+    """Train all seeds and members, as many side by side as the device likes."""
+    per_group = max(1, COPIES[device] // members)
+    groups = []
+    for start in range(0, len(seeds), per_group):
+        own = list(seeds[start : start + per_group])
+        own_graphs = list(graphs[start : start + per_group])
+        runs = train_many(
+            config,
+            [graph for graph in own_graphs for _ in range(members)],
+            [seed + MEMBER_STEP * member for seed in own for member in range(members)],
+            device=device,
+            inputs=inputs,
+            shares_noise=device != "cpu",
+        )
+        groups.append(Trained(runs.model, own_graphs, own, members))
+    return groups
+
+
+def series_of(kind: str, config: GraphConfig) -> dict[str, str]:
+    """Return the series that networks of a kind give, and how each predicts.
+
+    BAM draws all the noise it was trained with, and beside it the attention alone.
+    """
+    methods = available_methods(config)
+    if kind == "soft":
+        return {"soft": "mean"}
+    return {kind: methods[-1]} | ({f"{kind}-attention": "attention"} if "attention" in methods[:-1] else {})
+
+
+def predict(trained: Trained, inputs: GraphInputs, nodes: Tensor, method: str) -> Tensor:
+    """Return logits of the nodes: draws, copies, nodes, classes."""
+    device = next(trained.model.parameters()).device
+    return draw(trained.model, neighbourhood_inputs(inputs, nodes).to(device), method, NUM_SAMPLES, 0).cpu()
+
+
+def measure_series(
+    kind: str, config: GraphConfig, trained: Trained, clean: GraphInputs, tests: dict[str, list[GraphInputs]]
+) -> list[dict[str, Any]]:
+    """Measure every seed on the graph that was trained on and on every test graph; a row for each, and each series."""
+    asked = [name for name in trained.graphs[0].splits if name != "train"]
+    nodes = torch.cat([graph.splits[name] for graph in dict.fromkeys(trained.graphs) for name in asked]).unique()
+    place = torch.full((trained.graphs[0].num_nodes,), -1)
+    place[nodes] = torch.arange(len(nodes))
+    rows = []
+    for series, method in series_of(kind, config).items():
+        at_home = predict(trained, clean, nodes, method)
+        for situation, worse in {CLEAN: [clean], **tests}.items():
+            drawn = [at_home if inputs is clean else predict(trained, inputs, nodes, method) for inputs in worse]
+            for index, (seed, graph) in enumerate(zip(trained.seeds, trained.graphs)):
+                of_members = slice(index * trained.members, (index + 1) * trained.members)
+                logits = drawn[seed % len(worse)][:, of_members]
+                parts = {name: place[graph.splits[name]] for name in asked}
+                # the first member is the run of the seed; all of them, as draws, are the ensemble
+                choices = {series: (at_home[:, of_members.start], logits[:, 0])}
+                if trained.members > 1:
+                    choices["ensemble"] = (at_home[0, of_members], logits[0])
+                for name, (validation, test) in choices.items():
+                    found = _measure(validation[:, parts["validation"]], test, parts, graph)
+                    rows.append({"series": name, "predicted": situation, "seed": seed, **found})
+    return rows
+
+
+def _measure(validation: Tensor, drawn: Tensor, parts: dict[str, Tensor], graph: Graph) -> dict[str, float]:
+    truth = {name: graph.labels[graph.splits[name]] for name in ("validation", "test")}
+    found = measure_draws(validation, truth["validation"], drawn[:, parts["test"]], truth["test"])
+    if LEFT_OUT in parts:
+        inside, outside = (
+            metrics.entropy(torch.softmax(drawn[:, parts[name]].double(), dim=-1).mean(dim=0)) for name in ("test", LEFT_OUT)
+        )
         found["ood_auroc"] = metrics.ood_detection(inside, outside).auroc
-    return {name: found[name] for name in MEASURES if name in found}
+    return {name: round(found[name], 6) for name in MEASURES if name in found}
 
 
 @one_thread()
 def study(
-    names: Sequence[str], *, num_seeds: int, trained: Sequence[str], data: Path | None, out: Path, console: Console
+    name: str,
+    *,
+    num_seeds: int,
+    members: int,
+    trained: Sequence[str],
+    limit: float,
+    data: Path | None,
+    device: str,
+    out: Path,
 ) -> list[dict[str, Any]]:
-    """Run what is missing in `out` and return one row for every config, way of training, test graph, method and seed."""
-    if num_seeds < 1:
-        raise ValueError(f"num_seeds is {num_seeds!r}; allowed: an integer of at least 1")
+    """Run the study of one data set and return its rows; they are written after every way of training.
+
+    Args:
+        name: As its configs begin: `cora`, with configs `cora-soft-tuned`, `cora-dropout-tuned`, …
+        num_seeds: Paired runs of each kind.
+        members: Networks of an ensemble; 1 for none.
+        trained: Of `TRAINED`; a class is left out only where three are.
+        limit: Seconds; no way of training begins that would, at the pace of the slowest before, end later.
+        data: Folder of the data sets.
+        device: Where to compute.
+        out: CSV file.
+    """
+    if num_seeds < 1 or members < 1:
+        raise ValueError(f"num_seeds, members are {num_seeds}, {members}; allowed: integers of at least 1")
     for way in trained:
         if way not in TRAINED:
             raise ValueError(f"trained has {way!r}; allowed: {', '.join(TRAINED)}")
-    groups = [range(start, min(start + ENSEMBLE, num_seeds)) for start in range(0, num_seeds, ENSEMBLE)]
-    jobs = [(group, way, name) for group in groups for way in trained for name in names]
-    rows = []
-    with progress(console) as display:
-        task = display.add_task("", total=len(jobs))
-        for seeds, way, name in jobs:
-            display.update(task, description=f"{name}, {way}")
-            config = load_config(name)
-            identity = {"config": name, "settings": dataclasses.asdict(config), "seeds": list(seeds), "trained": way}
-            path = out / "cells" / f"{name}-{way.replace(' ', '-').replace('%', 'percent')}-{seeds[0]}.json"
-            found = _tables.read_cell(path, identity)
-            if found is None:
-                found = run_group(config, load_config_graph(config, data), list(seeds), way)
-                _tables.write_cell(path, identity, found)
-            for predicted, methods in found.items():
-                for method, measured in methods.items():
-                    for place, values in enumerate(measured):
-                        row = {"config": name, "trained": way, "predicted": predicted, "method": method}
-                        rows.append({**row, "seed": seeds[place], **{key: values.get(key) for key in MEASURES}})
-            display.advance(task)
+    start = last = time.perf_counter()
+    longest, rows = 0.0, []
+    configs = {kind: load_config(f"{name}-{kind}-tuned") for kind in KINDS}
+    seeds = range(num_seeds)
+    loaded = load_seed_graphs(configs["soft"], data, seeds)
+    for way in trained:
+        if way == OUTSIDE and loaded[0].num_classes < 3:
+            continue
+        if rows and time.perf_counter() - start + longest > limit:
+            print(f"{name}: no time for {way!r}", flush=True)
+            break
+        graphs = [TRAINED[way](graph, seed) for graph, seed in zip(loaded, seeds)]
+        inputs = GraphInputs.of(graphs[0])
+        tests = {}
+        if way == CLEAN:
+            draws = range(TEST_DRAWS)
+            tests = {key: [GraphInputs.of(worsen(graphs[0], d)) for d in draws] for key, worsen in PREDICTED.items()}
+        for kind, config in configs.items():
+            for group in train_kind(config, graphs, inputs, seeds, members if kind == "soft" else 1, device):
+                about = {"dataset": name, "trained": way}
+                rows += [{**about, **row} for row in measure_series(kind, config, group, inputs, tests)]
+        write_csv(out, rows)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+        print(f"{name}, {way}: {last - start:.0f} s", flush=True)
     return rows
 
 
-def compare(rows: Sequence[dict[str, Any]], baselines: Sequence[tuple[str, str]], names: Sequence[str]) -> list[list[str]]:
-    """Return lines of a table: every situation, config, method and measure, and its paired difference to each baseline."""
-    lines = []
-    situations = list(dict.fromkeys((row["trained"], row["predicted"]) for row in rows))
-    for situation in situations:
-        by_series: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-        for row in rows:
-            if (row["trained"], row["predicted"]) == situation:
-                by_series.setdefault((row["config"], row["method"]), {})[row["seed"]] = row
-        for series, of_seed in by_series.items():
-            for name in names:
-                ours = {seed: row[name] for seed, row in of_seed.items() if row[name] is not None}
-                if not ours:
-                    continue
-                line = [
-                    _words(situation),
-                    f"{series[0]}, {series[1]}",
-                    MEASURES[name][0],
-                    _tables.show(over_runs(list(ours.values())), digits=4),
-                ]
-                for baseline in baselines:
-                    theirs = {seed: row[name] for seed, row in by_series.get(baseline, {}).items() if row[name] is not None}
-                    if series == baseline or not ours.keys() <= theirs.keys() or series[1] == "ensemble":
-                        line.append("–")
-                        continue
-                    paired = _tables.paired(ours, theirs)
-                    line.append(f"{paired.difference.value:+.4f} ({_tables.show_p(paired.p_value)})")
-                lines.append(line)
-    return lines
-
-
-def plot(rows: Sequence[dict[str, Any]], name: str) -> Figure:
-    """Draw one measure of every config (colour) and method (shape) over the situations.
-
-    Error bars are 95 % intervals over seeds; with fewer than five values (ensembles) there is none.
-    """
-    situations = list(dict.fromkeys((row["trained"], row["predicted"]) for row in rows if row[name] is not None))
-    series = list(dict.fromkeys((row["config"], row["method"]) for row in rows if row[name] is not None))
-    configs = list(dict.fromkeys(config for config, _ in series))
-    figure, axes = new_figure(9.0, 4.6)
-    ax = axes[0][0]
-    for index, key in enumerate(series):
-        points = []
-        for place, situation in enumerate(situations):
-            found = [
-                row[name]
-                for row in rows
-                if (row["config"], row["method"]) == key and (row["trained"], row["predicted"]) == situation
-            ]
-            if found and None not in found:
-                summary = over_runs(found)
-                half = summary.high - summary.value if summary.high is not None and len(found) >= 5 else 0.0
-                points.append((place + 0.75 * ((index + 0.5) / len(series) - 0.5), summary.value, half))
-        places, values, halves = zip(*points, strict=True)
-        style = {"color": COLORS[configs.index(key[0]) % len(COLORS)], "fmt": MARKERS[key[1]]}
-        ax.errorbar(places, values, yerr=halves, markersize=5, capsize=2, label=f"{key[0]}, {key[1]}", **style)
-    ax.set_xticks(
-        range(len(situations)), [_words(situation) for situation in situations], rotation=20, ha="right", fontsize=8
-    )
-    heading, larger = MEASURES[name]
-    ax.set_ylabel(f"{heading} ({'higher' if larger else 'lower'} is better)")
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", fontsize=7, ncols=3)
-    return figure
-
-
-def _words(situation: tuple[str, str]) -> str:
-    return ", ".join(part for part in situation if part != CLEAN) or CLEAN
-
-
 def main() -> None:
-    """Run the study, write `robustness.csv`, `robustness.md` and a figure per measure."""
+    """Run the study of one data set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", required=True, help="configs to compare, separated by commas, the soft one first")
+    parser.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
     parser.add_argument("--trained", default=",".join(TRAINED), help="ways of training, separated by commas")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("runs/robustness"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    names = arguments.configs.split(",")
-    rows = study(
-        names,
+    study(
+        arguments.name,
         num_seeds=arguments.seeds,
+        members=arguments.members,
         trained=arguments.trained.split(","),
+        limit=arguments.limit,
         data=arguments.data,
+        device=arguments.device,
         out=arguments.out,
-        console=Console(stderr=True),
     )
-    _tables.write_csv(arguments.out / "robustness.csv", rows)
-    baselines = [(names[0], "mean"), (names[0], "dropout")]
-    header = [
-        "situation",
-        "config, prediction",
-        "measure",
-        "mean ± 95 %",
-        *(f"– {config}, {method} (p)" for config, method in baselines),
-    ]
-    text = _tables.markdown(header, compare(rows, baselines, list(MEASURES)))
-    write_bytes(arguments.out / "robustness.md", text.encode())
-    for name in MEASURES:
-        if any(row[name] is not None for row in rows):
-            figure = plot(rows, name)
-            figure.savefig(arguments.out / f"robustness-{name}.png", dpi=120)
-    print(text)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

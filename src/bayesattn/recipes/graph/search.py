@@ -3,9 +3,10 @@
     python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
     python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out src/bayesattn/recipes/graph/configs
 
-A round fixes learning rate and width and draws `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL and
-BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's networks. So
-each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as one network.
+A round fixes learning rate and width and draws `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
+and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's
+networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as
+one network.
 
 A setting counts by how its predictions are made: soft by its mean, MC dropout and BAM by 20 draws of all the noise they
 were trained with. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one with the lowest
