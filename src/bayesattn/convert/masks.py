@@ -35,7 +35,7 @@ def combine_bias(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"]:
-    """Return a mask as one row where all its rows are equal, which is a mask of keys: it costs much less, on a GPU above all.
+    """Return a mask as one row where all its rows are equal: a mask of keys, which costs much less, on a GPU above all.
 
     Whether they are is looked up once for a mask, not once a layer: on a GPU the host has to wait for the answer. While a
     compiler or a recording of CUDA launches is at work nobody can wait, and the mask stays as it is.

@@ -139,9 +139,8 @@ def _score_arguments(
         raise ValueError(
             f"{type(module).__name__} has keys of {key.shape[-1]} features, its prior was built for {child.prior_key_dim}"
         )
-    if attention_mask is not None:
-        if attention_mask.ndim != 4:
-            raise ValueError(f"the attention mask has shape {tuple(attention_mask.shape)}; allowed: four axes (b, h, m, n)")
+    if attention_mask is not None and attention_mask.ndim != 4:
+        raise ValueError(f"the attention mask has shape {tuple(attention_mask.shape)}; allowed: four axes (b, h, m, n)")
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = split_mask(attention_mask)
