@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bayesattn.bench.harness import Row, Suite
+from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import attention
 
@@ -78,6 +78,11 @@ def _run_shape(suite: Suite, shape: tuple[int, int, int, int], device: str, dtyp
     else:
         suite.run(case, "sdpa", "fwd+bwd", soft(None))
     suite.run(case, "BAM-WC", "fwd+bwd", bayesian("auto"))
+    if device == "cuda":
+        mode = "fwd+bwd, CUDA graph"
+        suite.run(case, "sdpa flash", mode, recorded(soft(SDPBackend.FLASH_ATTENTION)))
+        suite.run(case, "sdpa flash dropout", mode, recorded(soft(SDPBackend.FLASH_ATTENTION, 0.1)))
+        suite.run(case, "BAM-WC", mode, recorded(bayesian("auto")))
     if eager_fits:
         suite.run(case, "BAM-WC eager", "fwd+bwd", bayesian("reference"))
         if device == "cuda":

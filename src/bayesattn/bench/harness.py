@@ -9,6 +9,7 @@ import platform
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,6 +76,23 @@ def measure_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> li
             calls[j]()
             times[j].append((time.process_time() - start) * 1e3)
     return times
+
+
+def recorded(call: Callable[[], object]) -> Callable[[], None]:
+    """Return the replay of a call's launches as a CUDA graph: the same work, without the host's part in it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with warnings.catch_warnings(), torch.cuda.stream(stream):
+        # gradients of parameters that were trained on another stream before
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings(), torch.cuda.graph(graph):
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        call()
+    return graph.replay
 
 
 def peak_memory(call: Callable[[], object], *, device: str) -> float:

@@ -58,14 +58,14 @@ def weibull_kl_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_pb, stride_ph, stride_vb,
     H, GROUP, M, N, D, scale, log_alpha_shift, slope, constant, beta, log_beta, log_cap, cap,
     HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """KL of one head of one example, divided as asked (PER 0: not, 1: by rows, 2: by entries), and what backward needs."""
     bh = tl.program_id(0)
     batch, head, row = (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64)
     rd = tl.arange(0, BD)
     queries, rows, lses = tl.zeros([BLOCK, BD], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, M, BLOCK):
+    for start in tl.range(0, M, BLOCK, num_stages=STAGES):
         r = start + tl.arange(0, BLOCK)
         q = _load(Q + batch * stride_qb + head * stride_qh, r, stride_qm, rd, M, D, False, False)
         queries += q.to(tl.float32)
@@ -78,7 +78,7 @@ def weibull_kl_kernel(
     query_sum, total_lse = tl.sum(queries, 0), tl.sum(lses, 0)
     entries, alphas, used_keys = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     keys = tl.zeros([BLOCK, BD], tl.float32)
-    for start in range(0, N, BLOCK):
+    for start in tl.range(0, N, BLOCK, num_stages=STAGES):
         r = start + tl.arange(0, BLOCK)
         log_alpha, used = _load_keys(  # type: ignore[misc]  (the type of a jitted call is not known)
             PRIOR + batch * stride_pb + head * stride_ph, VALID + batch * stride_vb, r, N, log_alpha_shift,

@@ -1,5 +1,7 @@
 """How the kernels are launched: tile sizes, switches and strides."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -141,16 +143,23 @@ def launch_gradients(
 
 def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
     """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
-    d, dv = query.shape[-1], value.shape[-1]
-    bd, bdv = padded(d), padded(dv)
-    is_float = query.dtype == torch.float32
+    sizes = (query.shape[-1], value.shape[-1])
+    return _kernel_constants(kernel, sizes, query.dtype, mask is not None, tuple(switches.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_constants(
+    kernel: str, sizes: tuple[int, int], dtype: torch.dtype, has_mask: bool, switches: tuple[tuple[str, bool], ...]
+) -> dict:
+    bd, bdv = map(padded, sizes)
+    is_float = dtype == torch.float32
     return {
-        **blocks(kernel, max(d, dv), query.dtype),
-        **switches,
+        **blocks(kernel, max(sizes), dtype),
+        **dict(switches),
         "BD": bd,
         "BDV": bdv,
-        "HAS_MASK": mask is not None,
-        "EVEN_D": d == bd and dv == bdv,
+        "HAS_MASK": has_mask,
+        "EVEN_D": sizes == (bd, bdv),
         "FAST": not is_float and not INTERPRETED,
         "PRECISION": "ieee" if is_float else "tf32",
     }

@@ -97,7 +97,9 @@ class _WeibullAttention(torch.autograd.Function):
             clean if valid is None else valid, kl, stats, columns, sums[0], sums[1], *query.stride()[:3], *key.stride()[:3],
             *strides, h, h // hk, m, n, d, scale, **numbers, constant=math.log(config.weibull_k) - EULER_GAMMA - 1.0,
             beta=config.gamma_beta, cap=math.exp(LOG_ROW_CAP), **switches, PER=DIVIDE[str(config.kl_reduction)],
-            BLOCK=max(16, TILE // bd), BD=bd, num_warps=8,
+            BLOCK=max(16, TILE // bd), BD=bd,
+            # what is in flight fits into the shared memory of smaller GPUs, too
+            STAGES=3 if query.dtype.itemsize == 2 else 2, num_warps=8,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, prior, valid, seed, out, lse, clean, columns, stats, sums)
         ctx.numbers, ctx.switches, ctx.strides, ctx.noise = numbers, switches, strides, (strength, scale)
