@@ -12,7 +12,7 @@ class FakeKernel:
     arg_names = ("X", "size", "factor", "WIDE", "BLOCK")
 
     def __init__(self):
-        self.fn = type("fn", (), {"__name__": "fake_kernel"})
+        self.fn = type("fake_kernel", (), {})
         self.compilations, self.launches = 0, []
 
     def __getitem__(self, grid):
