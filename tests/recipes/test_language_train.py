@@ -7,10 +7,9 @@ import pytest
 import torch
 from language_files import call, sentiment_data, trained, write_glue, write_sentiment, write_squad
 
-from bayesattn.recipes.language import fit as fitting
-from bayesattn.recipes.language.fit import LanguageTraining, LogCallback, SpanTrainer, training_arguments
-from bayesattn.recipes.language.tasks import TASKS
-from bayesattn.recipes.language.train import load_config, load_run, prepare_run, train_model, train_run
+from bayesattn.recipes._train import seed_everything
+from bayesattn.recipes.language.features import Collator
+from bayesattn.recipes.language.train import LanguageExperiment, load_config, load_run, prepare_run, train_model, train_run
 from bayesattn.runs import RunError, read_run
 
 HEADER = "sentence\tlabel\n"
@@ -98,7 +97,6 @@ def test_run_without_its_tokenizer_is_an_error(soft_run, tmp_path):
         (lambda f: (f / "train.tsv").unlink(), [], "holds no train.tsv"),
         (lambda f: None, ["encoder=e5-small"], "encoder_e5_small_hf is not in the data folder"),
         (lambda f: (f / "encoder").mkdir(), ["encoder=FOLDER/encoder"], "has no tokenizer"),
-        (lambda f: None, ["training.batch_size=7", "training.accumulation_steps=2"], "allowed: a multiple of 2"),
     ],
 )
 def test_mistake_is_one_line_and_leaves_no_run(spoil, settings, message, tmp_path, capsys):
@@ -137,39 +135,66 @@ def test_best_epoch_is_kept(sentiment):
     best = min(range(len(rows)), key=lambda index: rows[index]["validation_loss"])
     assert [row["is_best"] for row in rows][best]
     assert not any(row["is_best"] for row in rows[best + 1 :])
-    rows_of = fitted.prepared.splits["validation"].rows
-    collator = fitting.Collator(0, 8, 24)
-    batch = collator(rows_of)
+    batch = Collator(0, 8, 24)(fitted.prepared.splits["validation"].rows)
     with torch.no_grad():
         loss = float(fitted.model(**batch).loss)
-    # one batch, so the Trainer's mean is the same mean; float32
+    # one batch in place of two of other lengths; float32
     assert loss == pytest.approx(rows[best]["validation_loss"], rel=1e-4)
 
 
-def test_patience_stops_training():
-    callback = LogCallback(LanguageTraining(keep="validation_loss", patience=2), lambda done, total: None)
-    control = type("Control", (), {"should_training_stop": False})()
-    state = type("State", (), {"global_step": 1})()
-    stops = []
-    for loss in (0.5, 0.4, 0.45, 0.41):
-        callback.on_evaluate(None, state, control, metrics={"eval_loss": loss}, model=torch.nn.Linear(1, 1))
-        stops.append(control.should_training_stop)
-    assert stops == [False, False, False, True]
+def test_patience_stops_training(sentiment):
+    settings = ["training.keep=validation_loss", "training.patience=2", "training.learning_rate=1e-30", "train_size=33"]
+    log = train_model(load_config("own", ["encoder=tiny", "max_length=24", *settings, "training.epochs=50"]), sentiment).log
+    # nothing is learned, so no epoch is better than the first
+    assert [row["is_best"] for row in log.rows] == [True, False, False]
 
 
-def test_training_key_becomes_the_trainers_arguments(tmp_path):
-    config = LanguageTraining(
-        epochs=7, batch_size=48, accumulation_steps=3, learning_rate=3e-4, warmup=11.0, group_by_length=True, clip_norm=0.5
-    )
-    made = training_arguments(config, TASKS["rte"], str(tmp_path), seed=5)
-    assert (made.num_train_epochs, made.per_device_train_batch_size, made.gradient_accumulation_steps) == (7, 16, 3)
-    assert (made.learning_rate, made.warmup_steps, made.max_grad_norm, made.seed) == (3e-4, 11, 0.5, 5)
-    assert made.train_sampling_strategy == "group_by_length"
+@pytest.mark.parametrize("warmup", [0.4, 2])
+def test_steps_are_those_of_the_hugging_face_trainer(sentiment, tmp_path, warmup):
+    """The whole training set is one batch, so the order does not matter; nothing is drawn."""
+    from transformers import Trainer, TrainingArguments
+
+    settings = [
+        "encoder=tiny", "max_length=24", "train_size=61", "attention.variant=soft", "dropout=0", "attention_dropout=0",
+        "classifier_dropout=0", "training.batch_size=61", "training.steps=5", "training.learning_rate=1e-2",
+        "training.weight_decay=0.3", "training.clip_norm=0.7", f"training.warmup={warmup}",
+    ]  # fmt: skip
+    config = load_config("own", settings)
+    moved = train_model(config, sentiment).model.state_dict()
+    seed_everything(config.seed)
+    other = LanguageExperiment(config, sentiment)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=5, per_device_train_batch_size=61, learning_rate=1e-2, warmup_steps=warmup,
+        weight_decay=0.3, max_grad_norm=0.7, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        dataloader_pin_memory=False, remove_unused_columns=False,
+    )  # fmt: skip
+    Trainer(other.model, arguments, train_dataset=other.train, data_collator=other.collator).train()
+    expected = other.model.state_dict()
+    start = LanguageExperiment(config, sentiment).model.state_dict()
+    for name, value in moved.items():
+        if value.is_floating_point():
+            # float32 sums over the batch in another order, five steps of about 1e-2
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-4)
+    assert max(float((value - start[name]).abs().max()) for name, value in moved.items() if value.is_floating_point()) > 0.01
 
 
-def test_an_answer_counts_as_two_labels():
-    inputs = {"input_ids": torch.zeros(5, 3), "start_positions": torch.zeros(5), "end_positions": torch.zeros(5)}
-    assert SpanTrainer.count_labels(None, inputs) == 10  # type: ignore[arg-type]
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_an_epoch_holds_every_example_once(is_grouped, sentiment):
+    config = load_config("own", [*FEW, f"training.group_by_length={str(is_grouped).lower()}", "train_size=301"])
+    experiment = LanguageExperiment(config, sentiment)
+    batches = experiment.batches(config.training, torch.Generator().manual_seed(3))
+    assert sorted(torch.cat(list(batches)).tolist()) == list(range(301))
+    spread = [len({len(experiment.train[i]["input_ids"]) for i in batch.tolist()}) for batch in batches]
+    # texts have eight lengths; sorted among four batches or so, a batch of 32 meets few of them
+    assert (sum(spread) / len(spread) < 5) == is_grouped
+    again = experiment.batches(config.training, torch.Generator().manual_seed(4))
+    assert not torch.equal(batches[0], again[0])
+
+
+def test_an_answer_counts_as_two_labels(tmp_path):
+    config = load_config("squad1", ["encoder=tiny", "max_length=40"])
+    experiment = LanguageExperiment(config, write_squad(tmp_path))
+    assert experiment.num_labels(experiment.collate(torch.arange(3))) == 6
 
 
 def test_train_size_takes_part_of_the_training_examples(sentiment):
@@ -189,14 +214,43 @@ def test_complete_run_is_left_as_it_is_by_resume(soft_run):
 
 def test_loss_that_is_not_finite_stops_the_run(sentiment, tmp_path):
     config = load_config("own", [*FEW, "training.learning_rate=1e30", "training.clip_norm=null", "training.warmup=0"])
-    with pytest.raises(ValueError, match="the loss is not finite after step 3"):
+    with pytest.raises(ValueError, match=r"not finite at step 1 \(epoch 0, batch 1, examples .*output of layer bert"):
         train_run(config, tmp_path, data=sentiment)
     assert not (tmp_path / "run.json").exists()
 
 
-def test_settings_of_the_other_training_loop_are_refused():
-    with pytest.raises(ValueError, match=r"training\.noise is 'keyed'; allowed where the Hugging Face Trainer trains"):
-        load_config("own", ["training.noise=keyed"])
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the library may catch it."""
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "soft"])
+def test_a_run_ended_after_any_step_goes_on_exactly(variant, sentiment, tmp_path):
+    settings = ["encoder=tiny", "max_length=24", "training.steps=7", "train_size=150", "training.checkpoint_steps=1"]
+    config = load_config("own", [*settings, f"attention.variant={variant}", "training.keep=validation_loss"])
+
+    def run(name, kill_at=None):
+        def on_progress(done, total):
+            assert total == 7
+            if done == kill_at:
+                raise Killed
+
+        train_run(config, tmp_path / name, on_progress, data=sentiment, resume=True)
+
+    run("peace")
+    # in the first epoch of five steps, at its end, in the second
+    for kill_at in (2, 5, 6):
+        with pytest.raises(Killed):
+            run("killed", kill_at)
+    run("killed")
+    for name in ("checkpoint.safetensors", "log.jsonl", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "peace" / name).read_bytes(), name
+
+
+def test_noise_can_be_keyed_by_example(sentiment):
+    rows = train_model(
+        load_config("own", [*FEW, "training.noise=keyed", "training.accumulation_steps=2"]), sentiment
+    ).log.rows
+    assert rows[-1]["train_kl"] > 0.0
 
 
 @pytest.mark.parametrize("variant", ["BAM-WC", "soft"])

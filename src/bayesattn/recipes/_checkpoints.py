@@ -73,7 +73,8 @@ class Checkpoints:
         return None
 
     def clear(self) -> None:
-        """Remove all checkpoints."""
+        """Remove all checkpoints, and what a writer that was killed left."""
+        remove_leftovers(self.run)
         if self.folder.is_dir():
             remove_leftovers(self.folder)
             for path in self.paths():

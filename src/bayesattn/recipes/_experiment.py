@@ -71,12 +71,14 @@ class Experiment:
         optimizer: Over the model's parameters.
         scheduler: Stepped once per optimiser step; optional.
         num_examples: Size of the training set.
+        max_steps: Optimiser steps of the whole run, in place of the config's epochs; None counts epochs.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     num_examples: int
+    max_steps: int | None = None
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
         """Return the indices of each optimiser step of one epoch; shuffled, unless a recipe has a reason.
@@ -129,7 +131,13 @@ class Experiment:
     def write_files(self, folder: Path) -> None:
         """Write what a run needs beside its parameters, a vocabulary for instance; before the run counts as complete."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what else `run.json` is to say, as JSON values."""
+        return {}
+
 
 def num_steps(experiment: Experiment, config: TrainingConfig) -> int:
     """Return the optimiser steps of the whole run, for learning-rate schedules and progress bars."""
+    if experiment.max_steps is not None:
+        return experiment.max_steps
     return config.epochs * len(experiment.batches(config, torch.Generator().manual_seed(0)))

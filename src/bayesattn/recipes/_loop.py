@@ -14,13 +14,9 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from jaxtyping import Int
 from torch import Tensor, nn
 
@@ -30,16 +26,9 @@ from bayesattn.recipes._checkpoints import Checkpoints
 from bayesattn.recipes._experiment import Experiment, TrainingConfig, num_steps
 from bayesattn.recipes._guards import Diverged, detect_collapse, diagnose, gradient_norm
 from bayesattn.recipes._interrupts import Interrupted, watch_signals
-from bayesattn.recipes._state import (
-    Generators,
-    flatten,
-    like,
-    load_model,
-    load_optimizer,
-    random_state,
-    set_random_state,
-    whole,
-)
+from bayesattn.recipes._processes import Processes, process_seed, share
+from bayesattn.recipes._standing import SUMS, Standing, move
+from bayesattn.recipes._state import Generators, flatten, random_state, set_random_state, whole
 from bayesattn.recipes._train import MetricLog, seed_everything
 from bayesattn.recording import EntropyScope, observe_entropy, record_kl
 
@@ -67,35 +56,6 @@ def train(
     return _Loop(experiment, config, seed, on_progress, on_row, checkpoints).run()
 
 
-# what each process adds up for its own examples
-SUMS = ("nll", "kl", "entropy", "observed")
-
-
-@dataclass
-class Standing:
-    """Where a run stands between two optimiser steps.
-
-    Attributes:
-        step: Optimiser steps done.
-        epoch: Epochs done.
-        batch: Optimiser steps done in the epoch that has begun.
-        sums: Of this epoch: NLL, KL and attention entropy of this process' examples; labels and examples of all.
-        rows: The log.
-        best: Parameters to keep, if they are not the last.
-        skipped: Steps left out because a number was not finite.
-        seconds: Spent so far.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    sums: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0) | {"labels": 0, "examples": 0})
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    best: dict[str, Tensor] | None = None
-    skipped: int = 0
-    seconds: float = 0.0
-
-
 class _Loop:
     """What `train` is made of."""
 
@@ -105,17 +65,16 @@ class _Loop:
         self.seed: int = seed
         self.on_progress, self.on_row = on_progress, on_row
         self.checkpoints: Checkpoints | None = checkpoints
-        # precision is the config's business, not the launcher's: autocast below
-        self.accelerator = Accelerator(mixed_precision="no")
-        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.device = self.accelerator.device
+        self.processes = Processes()
+        self.accelerator, self.device = self.processes.accelerator, self.processes.device
+        self.rank, self.world = self.processes.rank, self.processes.world
         self.model, self.optimizer = self.accelerator.prepare(experiment.model, experiment.optimizer)
         self.total = num_steps(experiment, config)
         self.at = Standing()
         self.generators, self.extra = random_state(), experiment.extra_state()
         if self.rank > 0:
             # the same model everywhere, but dropout and noise of its own in every process
-            seed_everything(_process_seed(seed, self.rank))
+            seed_everything(process_seed(seed, self.rank))
 
     def run(self) -> MetricLog:
         started = time.monotonic()
@@ -131,9 +90,10 @@ class _Loop:
                 if generators is not None:
                     set_random_state(generators)
                     generators = None
-                for indices in batches[self.at.batch :]:
+                limit = self.experiment.max_steps
+                for indices in batches[self.at.batch :][: None if limit is None else limit - self.at.step]:
                     self.generators, self.extra = random_state(), self.experiment.extra_state()
-                    wants_end, is_due = self._agree(bool(signals), self._is_due())
+                    wants_end, is_due = self.processes.agree(bool(signals), self._is_due())
                     self.at.seconds = seconds_before + time.monotonic() - started
                     if is_due or wants_end:
                         self._save()
@@ -152,7 +112,8 @@ class _Loop:
         return log
 
     def _is_done(self) -> bool:
-        at_end = self.at.epoch >= self.config.epochs
+        limit = self.experiment.max_steps
+        at_end = self.at.epoch >= self.config.epochs if limit is None else self.at.step >= limit
         return at_end or (bool(self.at.rows) and self.experiment.is_done(self.at.rows, self.config))
 
     def _is_due(self) -> bool:
@@ -163,26 +124,12 @@ class _Loop:
         by_steps = steps is not None and self.at.step % steps == 0
         return by_steps or (seconds is not None and time.monotonic() - self.saved_at >= seconds)
 
-    def _agree(self, first: bool, second: bool) -> tuple[bool, bool]:
-        """Return for each of two wishes whether any process has it."""
-        if self.world == 1:
-            return first, second
-        firsts, seconds = self._sum_over_processes(torch.tensor([first, second], dtype=torch.int64)).tolist()
-        return firsts > 0, seconds > 0
-
-    def _sum_over_processes(self, value: Tensor) -> Tensor:
-        if self.world == 1:
-            return value
-        total = self.accelerator.reduce(value.to(self.device), reduction="sum")
-        assert isinstance(total, Tensor)
-        return total
-
     def _step(self, indices: Int[Tensor, " b"]) -> None:
         """Make one optimiser step on the examples `indices`, of which this process takes its share."""
         parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
         batches = self._collate(indices, parts)
         counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
-        labels = int(self._sum_over_processes(torch.tensor(sum(counts))))
+        labels = int(self.processes.sum(torch.tensor(sum(counts))))
         new: dict[str, Any] = dict.fromkeys(SUMS, 0.0)
         loss = torch.zeros((), device=self.device)
         for index, (part, batch) in enumerate(zip(parts, batches)):
@@ -218,7 +165,7 @@ class _Loop:
     def _collate(self, indices: Int[Tensor, " b"], parts: Sequence[Int[Tensor, " part"]]) -> list[dict[str, Any]]:
         """Return the micro-batches on the device; where a share is empty, the step's first example stands in."""
         batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
-        return [{name: _move(value, self.device) for name, value in batch.items()} for batch in batches]
+        return [{name: move(value, self.device) for name, value in batch.items()} for batch in batches]
 
     def _forward(self, model: nn.Module, batch: dict[str, Any], observe: bool) -> tuple[Tensor, Tensor, EntropyScope]:
         """Return NLL and KL of a micro-batch, and the entropy of its attention if it is to be observed."""
@@ -238,7 +185,7 @@ class _Loop:
         else:
             norm = gradient_norm(self.model)
         # a sum is finite only if all its terms are
-        return math.isfinite(self._sum_over_processes(whole(norm).to(loss.device) + loss))
+        return math.isfinite(self.processes.sum(whole(norm).to(loss.device) + loss))
 
     def _stop(
         self, indices: Int[Tensor, " b"], parts: Sequence[Int[Tensor, " part"]], batches: list[dict[str, Any]], loss: float
@@ -283,7 +230,13 @@ class _Loop:
             measured = self.experiment.validate(self.model)
         if not self.at.sums["labels"]:
             raise Diverged(f"every step of epoch {self.at.epoch} was skipped: no loss and gradient in it was finite")
-        sums = {name: float(self._sum_over_processes(torch.as_tensor(self.at.sums[name]))) for name in SUMS}
+        for name, value in measured.items():
+            if not math.isfinite(value):
+                raise Diverged(
+                    f"{name} is {value} after step {self.at.step} (epoch {self.at.epoch}): the last steps have spoilt the "
+                    "parameters. A smaller learning rate or clip_norm may help"
+                )
+        sums = {name: float(self.processes.sum(torch.as_tensor(self.at.sums[name]))) for name in SUMS}
         sums |= {name: self.at.sums[name] for name in ("labels", "examples")}
         row: dict[str, Any] = {
             "epoch": self.at.epoch,
@@ -312,21 +265,8 @@ class _Loop:
     def _save(self) -> None:
         """Write a checkpoint; every process takes part, the first one writes. The random generators stay where they are."""
         assert self.checkpoints is not None
-        scheduler = self.experiment.scheduler
-        own = {"random": self.generators.pack(), "sums": {name: _to_cpu(value) for name, value in self.at.sums.items()}}
-        flat = flatten(
-            {
-                "identity": self.checkpoints.identity,
-                "state": {
-                    **{field.name: getattr(self.at, field.name) for field in fields(Standing) if field.name != "sums"},
-                    "processes": gather_object([own]) if self.world > 1 else [own],
-                    "model": self.experiment.model.state_dict(),
-                    "optimizer": self.experiment.optimizer.state_dict(),
-                    "scheduler": None if scheduler is None else scheduler.state_dict(),
-                    "experiment": self.extra,
-                },
-            }
-        )
+        state = self.at.pack(self.experiment, self.processes, self.generators, self.extra)
+        flat = flatten({"identity": self.checkpoints.identity, "state": state})
         if self.rank == 0:
             self.checkpoints.save(self.at.step, flat, self.at.rows)
         set_random_state(self.generators)
@@ -337,49 +277,5 @@ class _Loop:
         state = None if self.checkpoints is None else self.checkpoints.load()
         if state is None:
             return None
-        processes = state.pop("processes")
-        parts = {name: state.pop(name) for name in ("model", "optimizer", "scheduler", "experiment")}
-        self.at = Standing(**state)
-        load_model(self.experiment.model, parts["model"])
-        load_optimizer(self.experiment.optimizer, parts["optimizer"])
-        if self.experiment.scheduler is not None:
-            self.experiment.scheduler.load_state_dict(parts["scheduler"])
-        self.experiment.load_extra_state(parts["experiment"])
-        if self.at.best is not None:
-            targets = self.experiment.model.state_dict()
-            self.at.best = {name: like(value, targets[name]).to(self.device) for name, value in self.at.best.items()}
-        if len(processes) == self.world:
-            own = processes[self.rank]
-            self.at.sums = {name: _move(value, self.device) for name, value in own["sums"].items()}
-            return Generators.unpack(own["random"])
-        warnings.warn(
-            f"the run was begun with {len(processes)} processes and goes on with {self.world}: examples, attention noise "
-            "keyed by example and the objective stay the same, dropout masks do not",
-            UserWarning,
-            stacklevel=3,
-        )
-        self.at.sums = {**processes[0]["sums"]}
-        for name in SUMS:
-            total = sum(process["sums"][name] for process in processes)
-            self.at.sums[name] = _move(total if self.rank == 0 else total * 0.0, self.device)
-        seed_everything(_process_seed(self.seed, self.rank, self.at.step))
-        return None
-
-
-def share(indices: Int[Tensor, " b"], rank: int, world: int, accumulation_steps: int) -> Sequence[Int[Tensor, " part"]]:
-    """Return the micro-batches of one process: as many for every process, some of them empty where examples are few."""
-    largest = -(-len(indices) // world)
-    return indices[rank::world].tensor_split(min(accumulation_steps, largest))
-
-
-def _process_seed(seed: int, rank: int, step: int = 0) -> int:
-    """Return a seed for the generators of one process that no other process, run or step has, below 2^32 for numpy."""
-    return int(np.random.SeedSequence((seed % 2**63, rank, step)).generate_state(1)[0])
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+        self.at, generators = Standing.unpack(state, self.experiment, self.processes, self.seed)
+        return generators

@@ -14,7 +14,7 @@ from bayesattn.recipes._checkpoints import Checkpoints, check_identity
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn.recipes._state import whole
 from bayesattn.recipes._tensorboard import TensorBoardLog
-from bayesattn.recipes._train import MetricLog, build_config, seed_everything
+from bayesattn.recipes._train import MetricLog, build_config, is_first_process, seed_everything
 from bayesattn.runs import (
     CHECKPOINT_FILE,
     JSON_LIMIT,
@@ -81,12 +81,15 @@ def train_run(
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite are both True; allowed: one of them")
-    plain = dataclasses.asdict(config)  # type: ignore[call-overload]
-    identity: dict[str, Any] = {"recipe": recipe, "config": plain}
+    identity: dict[str, Any] = {"recipe": recipe, "config": dataclasses.asdict(config)}  # type: ignore[call-overload]
     if resume and (out / RUN_FILE).exists():
         found = read_run(out)
         check_identity(out, {name: found[name] for name in identity}, identity)
-        return read_log(out)
+        log = read_log(out)
+        if is_first_process():
+            # the process may have died between the run's last file and this
+            Checkpoints(out, identity).clear()
+        return log
     if not resume:
         check_run_folder(out, overwrite=overwrite)
     events = TensorBoardLog(out) if tensorboard else None
@@ -108,20 +111,26 @@ def train_run(
         write_tensors(out / CHECKPOINT_FILE, parameters)
         write_log(out, log.rows)
         experiment.write_files(out)
-        write_run(
-            out,
-            recipe=recipe,
-            variant=config.attention.variant,
-            config=plain,
-            seed=config.seed,
-            num_parameters=sum(parameter.numel() for parameter in experiment.model.parameters()),
-            train_seconds=round(log.seconds, 3),
-        )
+        write_record(out, recipe, config, experiment.model, log, **experiment.facts())
         checkpoints.clear()
     if events is not None:
         events.close()
     processes.wait_for_everyone()
     return log
+
+
+def write_record(out: Path, recipe: str, config: RunConfig, model: nn.Module, log: MetricLog, **facts: Any) -> None:
+    """Write `run.json` of a trained model; `facts` are what else it is to say."""
+    write_run(
+        out,
+        recipe=recipe,
+        variant=config.attention.variant,
+        config=dataclasses.asdict(config),  # type: ignore[call-overload]
+        seed=config.seed,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        train_seconds=round(log.seconds, 3),
+        **facts,
+    )
 
 
 @runtime_checkable

@@ -73,17 +73,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def inside(folder: Path, name: str) -> Path:
-    """Return the path of `name` in `folder`; a name that leads out of it (`..`, absolute, by a link) is refused.
-
-    For names that come out of a file: a config may choose among the files it is given, and no others.
-    """
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{shown(name)} leads out of {folder}; allowed: a name inside it")
-    return path
-
-
 def find_config(name: str, folder: Path) -> Path:
     """Return the path of a config given by its name in `folder`, or by a path of its own."""
     names = config_names(folder)

@@ -1,7 +1,5 @@
 """Fine-tune an encoder with soft or Bayesian attention, write the run, and read it back."""
 
-import dataclasses
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,25 +11,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import report
 from bayesattn.recipes import _runs
-from bayesattn.recipes._checkpoints import check_identity
-from bayesattn.recipes._tensorboard import TensorBoardLog
+from bayesattn.recipes._loop import train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, override, seed_everything
 from bayesattn.recipes.language.features import Collator
-from bayesattn.recipes.language.fit import LanguageTraining, Progress, fit, quiet
+from bayesattn.recipes.language.fit import FineTuning, LanguageTraining, quiet
 from bayesattn.recipes.language.model import build_model, encoder_config, load_pretrained, set_up
 from bayesattn.recipes.language.prepare import Prepared, prepare
 from bayesattn.recipes.language.tasks import Task, find_task
-from bayesattn.runs import (
-    CHECKPOINT_FILE,
-    RUN_FILE,
-    RunError,
-    check_run_folder,
-    make_run_folder,
-    read_run,
-    write_log,
-    write_run,
-    write_tensors,
-)
+from bayesattn.runs import RunError, read_run
 
 RECIPE = "language"
 CONFIGS = Path(__file__).parent / "configs"
@@ -153,12 +140,51 @@ def make_model(config: LanguageConfig, prepared: Prepared) -> PreTrainedModel:
         return load_pretrained(prepared.encoder, settings, prepared.task.kind, config.attention)
 
 
+class LanguageExperiment(FineTuning):
+    """The texts of a task, an encoder with a fresh head, and what its run has to remember.
+
+    Args:
+        config: The run.
+        data: The data folder.
+        prepared: From `prepare_run`, where that was done before; None does it now.
+    """
+
+    def __init__(self, config: LanguageConfig, data: Path | None, prepared: Prepared | None = None) -> None:
+        self.data, self.prepared = data, prepare_run(config, data) if prepared is None else prepared
+        collator = make_collator(config, self.prepared.tokenizer)
+        model = make_model(config, self.prepared)
+        super().__init__(model, self.prepared.task, self.prepared.splits, collator, config.training)
+
+    def write_files(self, folder: Path) -> None:
+        """Write the tokenizer: with it the folder needs neither data nor encoder; `serve.load` reads it alone."""
+        (folder / ANSWERS_FILE).unlink(missing_ok=True)
+        self.prepared.tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what describes the model, and what it was trained on."""
+        return describe(self.model, self.prepared, self.data)
+
+
+def describe(model: PreTrainedModel, prepared: Prepared, data: Path | None) -> dict[str, Any]:
+    """Return what `run.json` says about a model and its data."""
+    return {
+        "task": prepared.task.name,
+        "class_names": list(prepared.class_names),
+        "num_texts": prepared.num_texts,
+        "model_config": model.config.to_dict(),
+        "data": None if data is None else str(data),
+        "data_note": prepared.note,
+        "skipped_rows": prepared.skipped,
+        "num_examples": {name: len(split.questions or split.rows) for name, split in prepared.splits.items()},
+        "num_truncated": {name: split.num_truncated for name, split in prepared.splits.items()},
+        "added_parameters": report(model).added_parameters,
+    }
+
+
 def train_model(
     config: LanguageConfig,
     data: Path | None,
-    on_progress: Progress = lambda done, total: None,
-    on_row: Callable[[dict[str, Any]], Any] = lambda row: None,
-    begin: Callable[[], Any] = lambda: None,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
     prepared: Prepared | None = None,
 ) -> Fitted:
     """Train a model without writing anything.
@@ -167,94 +193,21 @@ def train_model(
         config: The run.
         data: The data folder.
         on_progress: Called with the optimiser steps done and to do.
-        on_row: Called with the row of every epoch.
-        begin: Called when data and model are ready and training begins.
         prepared: From `prepare_run`, where that was done before; None does it now.
     """
-    prepared = prepare_run(config, data) if prepared is None else prepared
     seed_everything(config.seed)
-    model = make_model(config, prepared)
-    begin()
-    collator = make_collator(config, prepared.tokenizer)
-    log = fit(
-        model, prepared.task, prepared.splits, collator, config.training,
-        seed=config.seed, on_progress=on_progress, on_row=on_row,
-    )  # fmt: skip
-    return Fitted(model, prepared, log)
+    experiment = LanguageExperiment(config, data, prepared)
+    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
+    return Fitted(experiment.model, experiment.prepared, log)
 
 
-def train_run(
-    config: LanguageConfig,
-    out: Path,
-    on_progress: Progress = lambda done, total: None,
-    *,
-    data: Path | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    tensorboard: bool = False,
-) -> MetricLog:
-    """Train and write a run folder: parameters, tokenizer, log, and last of all `run.json`.
-
-    The folder needs neither the data nor the encoder afterwards: `serve.load` and `load_run` read it alone.
-
-    Args:
-        config: The run.
-        out: The folder.
-        on_progress: Called with the optimiser steps done and to do.
-        data: The data folder.
-        overwrite: Replace a run that is in the folder.
-        resume: Leave a complete run as it is. An unfinished one begins again: fine-tuning takes minutes, and the Trainer's
-            own checkpoints are pickles, which a run folder does not have.
-        tensorboard: Also write the log as TensorBoard events.
-    """
-    if resume and overwrite:
-        raise ValueError("resume and overwrite are both True; allowed: one of them")
-    if resume and (out / RUN_FILE).exists():
-        identity = {"recipe": RECIPE, "config": dataclasses.asdict(config)}
-        found = read_run(out)
-        check_identity(out, {name: found[name] for name in identity}, identity)
-        return _runs.read_log(out)
-    check_run_folder(out, overwrite=overwrite)
-    events = TensorBoardLog(out) if tensorboard else None
-
-    def begin() -> None:
-        make_run_folder(out, overwrite=overwrite)
-        (out / ANSWERS_FILE).unlink(missing_ok=True)
-        shutil.rmtree(out / TOKENIZER_FOLDER, ignore_errors=True)
-
-    on_row = (lambda row: None) if events is None else events.add
-    fitted = train_model(config, data, on_progress, on_row, begin)
-    write_tensors(out / CHECKPOINT_FILE, fitted.model.state_dict())
-    fitted.prepared.tokenizer.save_pretrained(out / TOKENIZER_FOLDER)
-    write_log(out, fitted.log.rows)
-    write_record(out, config, fitted, data)
-    if events is not None:
-        events.close()
-    return fitted.log
+train_run = _runs.make_train_run(RECIPE, LanguageExperiment)
 
 
 def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path | None) -> None:
     """Write `run.json` of a trained model."""
-    prepared = fitted.prepared
-    write_run(
-        out,
-        recipe=RECIPE,
-        variant=config.attention.variant,
-        config=dataclasses.asdict(config),
-        seed=config.seed,
-        task=config.task,
-        class_names=list(prepared.class_names),
-        num_texts=prepared.num_texts,
-        model_config=fitted.model.config.to_dict(),
-        data=None if data is None else str(data),
-        data_note=prepared.note,
-        skipped_rows=prepared.skipped,
-        num_examples={name: len(split.questions or split.rows) for name, split in prepared.splits.items()},
-        num_truncated={name: split.num_truncated for name, split in prepared.splits.items()},
-        num_parameters=sum(parameter.numel() for parameter in fitted.model.parameters()),
-        added_parameters=report(fitted.model).added_parameters,
-        train_seconds=round(fitted.log.seconds, 3),
-    )
+    facts = describe(fitted.model, fitted.prepared, data)
+    _runs.write_record(out, RECIPE, config, fitted.model, fitted.log, **facts)
 
 
 def load_run(folder: Path) -> LoadedRun:

@@ -1,0 +1,52 @@
+"""What the processes of a run share out, and what they add up. A lone process sends nothing anywhere."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from jaxtyping import Int
+from torch import Tensor
+
+
+class Processes:
+    """The processes of a run.
+
+    Attributes:
+        accelerator: Hugging Face Accelerate's, which finds out how this process was started.
+        rank: Number of this process.
+        world: How many there are.
+        device: Of this process.
+    """
+
+    def __init__(self) -> None:
+        # precision is the config's business, not the launcher's: the loop opens the autocast
+        self.accelerator = Accelerator(mixed_precision="no")
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = self.accelerator.device
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over all processes, each of which has to call this."""
+        if self.world == 1:
+            return value
+        total = self.accelerator.reduce(value.to(self.device), reduction="sum")
+        assert isinstance(total, Tensor)
+        return total
+
+    def agree(self, first: bool, second: bool) -> tuple[bool, bool]:
+        """Return for each of two wishes whether any process has it."""
+        if self.world == 1:
+            return first, second
+        firsts, seconds = self.sum(torch.tensor([first, second], dtype=torch.int64)).tolist()
+        return firsts > 0, seconds > 0
+
+
+def share(indices: Int[Tensor, " b"], rank: int, world: int, accumulation_steps: int) -> Sequence[Int[Tensor, " part"]]:
+    """Return the micro-batches of one process: as many for every process, some of them empty where examples are few."""
+    largest = -(-len(indices) // world)
+    return indices[rank::world].tensor_split(min(accumulation_steps, largest))
+
+
+def process_seed(seed: int, rank: int, step: int = 0) -> int:
+    """Return a seed for the generators of one process that no other process, run or step has, below 2^32 for numpy."""
+    return int(np.random.SeedSequence((seed % 2**63, rank, step)).generate_state(1)[0])
