@@ -1,65 +1,165 @@
-"""Kill training runs at random moments with SIGKILL, resume them, and compare with a run that was left in peace.
+"""Kill training runs of every recipe at random moments with SIGKILL, resume them, and compare with runs left in peace.
 
-    python benchmarks/soak/kills.py digits wc --set training.epochs=5 --set train_size=60 --kills 50
+    python benchmarks/soak/kills.py --data DIR                                    # all recipes, 102 kills
+    python benchmarks/soak/kills.py --data DIR --recipes digits,vqa --kills 40    # some of them
+    python benchmarks/soak/kills.py --recipes digits --config soft --set width=8  # one of them, in another way
 
 A checkpoint is written after every step, and every second kill waits until one is being written. Each run is killed
-again and again until it gets through; then its parameters and its log have to equal those of the undisturbed run.
+again and again until it gets through; then every file in its folder has to equal that of the undisturbed run, times
+excepted. After every kill the newest checkpoint may lack the last completed step and no other.
 """
 
 import argparse
 import json
+import mmap
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from bayesattn import recipes
+from bayesattn.recipes._checkpoints import Checkpoints
 
-COMPARED = ("checkpoint.safetensors", "log.jsonl", "log.csv")
+TIMES = ("finished", "train_seconds")
+
+
+@dataclass(frozen=True)
+class Small:
+    """A configuration of a recipe that trains in seconds, with more than one epoch, all its noise and a best epoch.
+
+    Attributes:
+        config: The config it begins with.
+        settings: What makes it small.
+        needs_data: Whether it reads files.
+    """
+
+    config: str
+    settings: tuple[str, ...]
+    needs_data: bool = False
+
+
+SMALL = {
+    "digits": Small("wc", ("training.epochs=5", "train_size=60", "training.keep=validation_nll")),
+    "graph": Small("generated-wc", ("training.epochs=25", "num_heads=2")),
+    "language": Small(
+        "rte",
+        ("encoder=tiny", "max_length=32", "train_size=150", "training.steps=12", "training.keep=validation_loss"),
+        needs_data=True,
+    ),
+    "translation": Small(
+        "multi30k-wc",
+        (
+            *("train_size=150", "vocabulary_size=200", "embedding_dim=8", "encoder_dim=8", "decoder_dim=12"),
+            *("attention_dim=8", "num_layers=1", "batch_tokens=700", "training.epochs=2"),
+        ),
+        needs_data=True,
+    ),
+    "vqa": Small(
+        "shapes-wc",
+        (
+            *("data.train_images=60", "training.epochs=3", "model.width=16", "model.num_heads=2", "model.word_dim=8"),
+            *("model.feedforward_dim=16", "model.reduction_dim=8", "model.fused_dim=16", "training.keep=validation_nll"),
+        ),
+    ),
+    "captioning": Small(
+        "shapes-wc", ("width=16", "attention_dim=8", "training.epochs=2", "training.batch_size=400", "num_beams=1")
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
-    parser.add_argument("config")
+    parser.add_argument("--recipes", default=",".join(SMALL), help="Separated by commas; all without it.")
+    parser.add_argument("--config", help="Of one recipe, in place of its small configuration.")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE")
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--data", type=Path, help="Folder of the data sets.")
+    parser.add_argument("--kills", type=int, default=17, help="Of each recipe, at least.")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    module = recipes.load(arguments.recipe, "train")
-    config = module.load_config(arguments.config, [*arguments.settings, "training.checkpoint_steps=1"])
-    draw = random.Random(arguments.seed)
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    results = []
+    for name in arguments.recipes.split(","):
+        small = SMALL[name]
+        if arguments.config is not None:
+            small = Small(arguments.config, (), needs_data=arguments.data is not None)
+        results.append(torment(name, small, arguments.settings, arguments.data, arguments.kills, arguments.seed))
+        print(json.dumps(results[-1]), flush=True)
+    total = {
+        key: sum(result[key] for result in results) for key in ("kills", "kills_in_a_write", "runs", "exact", "seconds")
+    }
+    print(json.dumps({"recipes": len(results), **total, "seconds": round(total["seconds"], 1)}))
 
-    def start(folder: Path) -> Callable[[], None]:
-        return lambda: module.train_run(config, folder, data=arguments.data, resume=True)
 
-    with tempfile.TemporaryDirectory() as work:
-        peace = Path(work) / "peace"
-        began = time.monotonic()
-        assert in_child(start(peace), None) == 0, "the undisturbed run failed"
-        seconds = time.monotonic() - began
-        expected = {name: (peace / name).read_bytes() for name in COMPARED}
-        kills = in_writes = runs = 0
-        while kills < arguments.kills:
-            folder, killed = Path(work) / f"run-{runs}", 0
-            while not (folder / "run.json").exists():
-                # the last attempt of each run is left alone, or a long run would be killed for ever
-                delay = draw.uniform(0.0, seconds) if kills + killed < arguments.kills else None
-                status = in_child(start(folder), delay, folder / "checkpoints" if (kills + killed) % 2 else None)
+def torment(recipe: str, small: Small, settings: list[str], data: Path | None, num_kills: int, seed: int) -> dict[str, Any]:
+    """Kill and resume runs of one recipe until there were `num_kills`; returns what was counted, or fails."""
+    module = recipes.load(recipe, "train")
+    config = module.load_config(small.config, [*small.settings, *settings, "training.checkpoint_steps=1"])
+    draw, began = random.Random(f"{recipe} {seed}"), time.monotonic()
+    # what a child has done, in memory that outlives it
+    steps_done = mmap.mmap(-1, 8)
+
+    def start(folder: Path) -> Callable[[], object]:
+        def note(done: int, total: int) -> None:
+            steps_done[:8] = done.to_bytes(8)
+
+        def work() -> object:
+            return module.train_run(config, folder, note, data=data if small.needs_data else None, resume=True)
+
+        return work
+
+    with tempfile.TemporaryDirectory() as place:
+        peace = Path(place) / "peace"
+        assert in_child(start(peace), None) == 0, f"the undisturbed run of {recipe} failed"
+        seconds, expected = time.monotonic() - began, content(peace)
+        counted = {"kills": 0, "kills_in_a_write": 0, "runs": 0}
+        while counted["kills"] < num_kills:
+            folder, killed = Path(place) / "run", 0
+            while True:
+                # a run is left alone once there were enough, or a long one would be killed for ever
+                number = counted["kills"] + killed
+                delay = draw.uniform(0.0, seconds) if number < num_kills else None
+                steps_done[:8] = bytes(8)
+                status = in_child(start(folder), delay, folder / "checkpoints" if number % 2 else None)
                 if status == 0:
                     break
-                assert status == -signal.SIGKILL, f"run {runs} ended with {status}"
+                assert status == -signal.SIGKILL, f"run {counted['runs']} of {recipe} ended with {status}"
                 killed += 1
-                in_writes += bool(list(folder.rglob(".*.part")))
-            found = {name: (folder / name).read_bytes() for name in COMPARED}
-            assert found == expected, f"run {runs}, killed {killed} times, differs from the undisturbed run"
-            kills, runs = kills + killed, runs + 1
-    facts = {"recipe": arguments.recipe, "config": arguments.config, "kills": kills, "kills_in_a_write": in_writes}
-    print(json.dumps({**facts, "runs": runs, "exact": runs, "seconds": round(time.monotonic() - began, 1)}))
+                counted["kills_in_a_write"] += bool(list(folder.rglob(".*.part")))
+                check_nothing_lost(folder, int.from_bytes(steps_done[:8]))
+            found = content(folder)
+            different = sorted(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+            assert not different, f"run {counted['runs']} of {recipe}, killed {killed} times, differs in {different}"
+            counted["kills"] += killed
+            counted["runs"] += 1
+            shutil.rmtree(folder)
+    facts = {"recipe": recipe, "config": small.config, **counted, "exact": counted["runs"]}
+    return {**facts, "seconds": round(time.monotonic() - began, 1)}
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Return every file of a finished run, without the times in `run.json`."""
+    found: dict[str, Any] = {
+        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+    facts = json.loads(found.pop("run.json"))
+    return {**found, "run.json": {name: value for name, value in facts.items() if name not in TIMES}}
+
+
+def check_nothing_lost(folder: Path, steps_done: int) -> None:
+    """Fail if more than the last step is missing in the newest checkpoint; a finished run has none and has lost nothing."""
+    if (folder / "run.json").exists():
+        return
+    saved = max((int(path.stem.removeprefix("step-")) for path in Checkpoints(folder, {}).paths()), default=0)
+    assert saved >= steps_done - 1, f"{steps_done} steps were done, and the newest checkpoint is of step {saved}"
 
 
 def in_child(work: Callable[[], object], delay: float | None, watched: Path | None = None) -> int:

@@ -1,9 +1,11 @@
 """The commands. Each parses its arguments, calls one function of the library and prints what it returns."""
 
+import dataclasses
 import inspect
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,8 +21,9 @@ app = typer.Typer(
 )
 console = Console()
 
+DATA_VARIABLE = "BAYESATTN_DATA"
 DataOption = Annotated[
-    Path | None, typer.Option(envvar="BAYESATTN_DATA", help="Folder of the data sets, for recipes that read files.")
+    Path | None, typer.Option(envvar=DATA_VARIABLE, help="Folder of the data sets, for recipes that read files.")
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
@@ -76,6 +79,7 @@ def train(
 
     module = recipes.load(recipe, "train")
     chosen = module.load_config(config, settings or [])
+    _check_data(data, recipe, dataclasses.asdict(chosen))
     try:
         with show_steps("training", console) as on_progress:
             log = module.train_run(
@@ -109,7 +113,9 @@ def evaluate(
     from bayesattn.runs import METRICS_FILE, read_run, write_predictions
 
     strengths = _numbers("noise", noise)
-    module = recipes.load(read_run(run)["recipe"], "evaluate")
+    found = read_run(run)
+    module = recipes.load(found["recipe"], "evaluate")
+    _check_data(data, found["recipe"], found["config"])
     # a recipe whose tasks have metrics of their own measures them itself
     measure = getattr(module, "measure_run", measure_run)
     with progress(console) as display, one_thread():
@@ -206,6 +212,18 @@ def doctor() -> None:
     from bayesattn.runs import environment
 
     console.print(_print.environment(environment(), backends()))
+
+
+def _check_data(data: Path | None, recipe: str, config: dict[str, Any]) -> None:
+    """Refuse a --data that nothing would look into; the variable speaks to all recipes, and some need not listen."""
+    from bayesattn import recipes
+
+    is_asked_for = data is not None and str(data) != os.environ.get(DATA_VARIABLE)
+    if is_asked_for and not recipes.reads_files(recipe, config):
+        raise ValueError(
+            f"data is {str(data)!r}, but recipe {recipe!r} reads no files with this config; leave --data out, or choose "
+            "another data set"
+        )
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:

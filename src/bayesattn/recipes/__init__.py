@@ -17,6 +17,14 @@ RECIPES = {
     "vqa": "visual question answering with MCAN: VQA-v2, DAQUAR, a generated world of shapes",
 }
 
+# the recipes that read no files at all, or not for one of their data sets: the setting that names it, and its name
+WITHOUT_FILES = {
+    "digits": None,
+    "graph": ("dataset", "generated"),
+    "captioning": ("dataset", "shapes"),
+    "vqa": ("data.dataset", "shapes"),
+}
+
 
 def config_folder(recipe: str) -> Path:
     """Return the folder of a recipe's configs."""
@@ -37,6 +45,20 @@ def load(recipe: str, part: str) -> Any:
         raise ValueError(
             f"recipe {recipe!r} needs the package {error.name!r}; install it with: pip install 'bayesattn[recipes]'"
         ) from None
+
+
+def reads_files(recipe: str, config: dict[str, Any]) -> bool:
+    """Whether a run of a recipe with this config looks for files in the folder of the data sets."""
+    if recipe not in WITHOUT_FILES:
+        return True
+    place = WITHOUT_FILES[recipe]
+    if place is None:
+        return False
+    names, generated = place
+    value: Any = config
+    for name in names.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value != generated
 
 
 def check_name(recipe: str) -> None:
