@@ -108,6 +108,12 @@ def test_same_seed_repeats_a_run_and_another_does_not():
     assert logs[0] != logs[2]
 
 
+@pytest.mark.parametrize("epochs", [1, 9, 10, 11])
+def test_any_number_of_steps_has_a_learning_rate(epochs):
+    config = load_config("soft", [*TINY, "train_size=40", "training.batch_size=40", f"training.epochs={epochs}"])
+    assert fit(config)[1].rows[-1]["step"] == epochs
+
+
 def test_run_folder_gives_the_model_back(tiny_run):
     config, model = load_run(tiny_run)
     assert config == load_config("wc", TINY)

@@ -86,8 +86,11 @@ class DigitsExperiment(Experiment):
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
+        total = num_steps(self, config.training)
+        # torch divides by the length of the rise: a tenth of ten steps ends where it begins
+        rise = 0.2 if total == 10 else 0.1
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, config.learning_rate, total_steps=num_steps(self, config.training), pct_start=0.1
+            self.optimizer, config.learning_rate, total_steps=total, pct_start=rise
         )
 
     def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Tensor]:
