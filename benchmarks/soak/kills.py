@@ -4,9 +4,10 @@
     python benchmarks/soak/kills.py --data DIR --recipes digits,vqa --kills 40    # some of them
     python benchmarks/soak/kills.py --recipes digits --config soft --set width=8  # one of them, in another way
 
-A checkpoint is written after every step, and every second kill waits until one is being written. Each run is killed
-again and again until it gets through; then every file in its folder has to equal that of the undisturbed run, times
-excepted. After every kill the newest checkpoint may lack the last completed step and no other.
+A checkpoint is written after every step. Kills come in turn at any moment after the start (while packages are imported and
+data read, too), at any moment after the first step, and while a checkpoint is being written. Each run is killed again and
+again until it gets through; then every file in its folder has to equal that of the undisturbed run, times excepted.
+After every kill the newest checkpoint may lack the last completed step and no other.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from bayesattn import recipes
 from bayesattn.recipes._checkpoints import Checkpoints
 
 TIMES = ("finished", "train_seconds")
+KINDS = ("any_moment", "in_training", "in_a_write")
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,7 @@ def main() -> None:
             small = Small(arguments.config, (), needs_data=arguments.data is not None)
         results.append(torment(name, small, arguments.settings, arguments.data, arguments.kills, arguments.seed))
         print(json.dumps(results[-1]), flush=True)
-    total = {
-        key: sum(result[key] for result in results) for key in ("kills", "kills_in_a_write", "runs", "exact", "seconds")
-    }
+    total = {key: sum(result[key] for result in results) for key in ("kills", *KINDS, "runs", "exact", "seconds")}
     print(json.dumps({"recipes": len(results), **total, "seconds": round(total["seconds"], 1)}))
 
 
@@ -118,31 +118,75 @@ def torment(recipe: str, small: Small, settings: list[str], data: Path | None, n
 
     with tempfile.TemporaryDirectory() as place:
         peace = Path(place) / "peace"
-        assert in_child(start(peace), None) == 0, f"the undisturbed run of {recipe} failed"
+        first_step: list[float] = []
+
+        def look() -> bool:
+            if not first_step and any(steps_done[:8]):
+                first_step.append(time.monotonic() - began)
+            return False
+
+        assert in_child(start(peace), look) == 0, f"the undisturbed run of {recipe} failed"
         seconds, expected = time.monotonic() - began, content(peace)
-        counted = {"kills": 0, "kills_in_a_write": 0, "runs": 0}
-        while counted["kills"] < num_kills:
-            folder, killed = Path(place) / "run", 0
+        counted = dict.fromkeys(KINDS, 0)
+        runs = 0
+        while sum(counted.values()) < num_kills:
+            folder = Path(place) / "run"
             while True:
                 # a run is left alone once there were enough, or a long one would be killed for ever
-                number = counted["kills"] + killed
-                delay = draw.uniform(0.0, seconds) if number < num_kills else None
+                number = sum(counted.values())
+                kind = KINDS[number % len(KINDS)]
                 steps_done[:8] = bytes(8)
-                status = in_child(start(folder), delay, folder / "checkpoints" if number % 2 else None)
+                is_time = moment(kind, draw, first_step[0], seconds, steps_done, folder)
+                status = in_child(start(folder), is_time if number < num_kills else None)
                 if status == 0:
                     break
-                assert status == -signal.SIGKILL, f"run {counted['runs']} of {recipe} ended with {status}"
-                killed += 1
-                counted["kills_in_a_write"] += bool(list(folder.rglob(".*.part")))
+                assert status == -signal.SIGKILL, f"run {runs} of {recipe} ended with {status}"
+                counted[kind] += 1
                 check_nothing_lost(folder, int.from_bytes(steps_done[:8]))
             found = content(folder)
             different = sorted(name for name in {**found, **expected} if found.get(name) != expected.get(name))
-            assert not different, f"run {counted['runs']} of {recipe}, killed {killed} times, differs in {different}"
-            counted["kills"] += killed
-            counted["runs"] += 1
+            assert not different, f"run {runs} of {recipe} differs in {different}"
+            runs += 1
             shutil.rmtree(folder)
-    facts = {"recipe": recipe, "config": small.config, **counted, "exact": counted["runs"]}
+    facts = {
+        "recipe": recipe,
+        "config": small.config,
+        "kills": sum(counted.values()),
+        **counted,
+        "runs": runs,
+        "exact": runs,
+    }
     return {**facts, "seconds": round(time.monotonic() - began, 1)}
+
+
+def moment(
+    kind: str, draw: random.Random, first_step: float, seconds: float, steps_done: mmap.mmap, folder: Path
+) -> Callable[[], bool]:
+    """Return what says whether to kill now, to be asked again and again after a child has started.
+
+    Args:
+        kind: One of `KINDS`.
+        draw: Chooses the moment.
+        first_step: Seconds until the first step of an undisturbed run.
+        seconds: Of all of that run.
+        steps_done: By the child.
+        folder: Of its run.
+    """
+    began, stale = time.monotonic(), set(folder.rglob(".*.part"))
+    if kind == "any_moment":
+        deadline = began + draw.uniform(0.0, seconds)
+        return lambda: time.monotonic() >= deadline
+    # a resumed run has less before it than a whole one
+    delay, since = draw.uniform(0.0, 0.7 * (seconds - first_step)), []
+
+    def is_time() -> bool:
+        if not since and any(steps_done[:8]):
+            since.append(time.monotonic())
+        if not since or time.monotonic() - since[0] < delay:
+            return False
+        return kind == "in_training" or bool(set(folder.rglob(".*.part")) - stale)
+
+    return is_time
 
 
 def content(folder: Path) -> dict[str, Any]:
@@ -162,11 +206,8 @@ def check_nothing_lost(folder: Path, steps_done: int) -> None:
     assert saved >= steps_done - 1, f"{steps_done} steps were done, and the newest checkpoint is of step {saved}"
 
 
-def in_child(work: Callable[[], object], delay: float | None, watched: Path | None = None) -> int:
-    """Run `work` in a child process; kill it after `delay` seconds, or at the first write into `watched` after that.
-
-    Returns its exit code, or minus the signal.
-    """
+def in_child(work: Callable[[], object], is_time: Callable[[], bool] | None) -> int:
+    """Run `work` in a child process, and kill it when it is time; returns its exit code, or minus the signal."""
     child = os.fork()
     if child == 0:
         try:
@@ -175,16 +216,14 @@ def in_child(work: Callable[[], object], delay: float | None, watched: Path | No
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
             os._exit(1)
         os._exit(0)
-    deadline = None if delay is None else time.monotonic() + delay
     while True:
-        done, status = os.waitpid(child, 0 if deadline is None else os.WNOHANG)
+        done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        is_time = deadline is not None and time.monotonic() >= deadline
-        if is_time and (watched is None or any(watched.glob(".*.part"))):
+        if is_time is not None and is_time():
             os.kill(child, signal.SIGKILL)
-            deadline = None
-        time.sleep(0.0005 if is_time else 0.002)
+            is_time = None
+        time.sleep(0.0005)
 
 
 if __name__ == "__main__":

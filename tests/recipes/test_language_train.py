@@ -165,7 +165,8 @@ def test_steps_are_those_of_the_hugging_face_trainer(sentiment, tmp_path, warmup
     other = LanguageExperiment(config, sentiment)
     arguments = TrainingArguments(
         str(tmp_path), max_steps=5, per_device_train_batch_size=61, learning_rate=1e-2, warmup_steps=warmup,
-        weight_decay=0.3, max_grad_norm=0.7, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        weight_decay=0.3, max_grad_norm=0.7, use_cpu=True, report_to="none",
+        save_strategy="no", disable_tqdm=True, logging_strategy="no",
         dataloader_pin_memory=False, remove_unused_columns=False,
     )  # fmt: skip
     Trainer(other.model, arguments, train_dataset=other.train, data_collator=other.collator).train()
