@@ -61,6 +61,26 @@ def test_evaluate_writes_metrics_and_prints_a_table(run, capsys):
     assert f"{accuracy['value']:.3f}" in shown
 
 
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [("digits", "soft"), ("graph", "generated-soft"), ("vqa", "shapes-soft"), ("captioning", "shapes-soft")],
+)
+def test_data_that_nothing_looks_into_is_refused(recipe, config, tmp_path, capsys):
+    assert call("train", recipe, "--config", config, "--out", tmp_path / "run", "--data", tmp_path) == 2
+    assert f"data is '{tmp_path}', but recipe '{recipe}' reads no files with this config" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_nothing_looks_into_is_refused_by_evaluate(run, tmp_path, capsys):
+    assert call("evaluate", run, "--samples", 2, "--data", tmp_path) == 2
+    assert "recipe 'digits' reads no files" in capsys.readouterr().err
+
+
+def test_data_of_the_variable_is_for_those_who_read_files(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("BAYESATTN_DATA", str(tmp_path))
+    assert call("train", "digits", "--config", "wc", "--out", run, *TINY, "--resume") == 0
+
+
 def test_report_writes_one_page(run, tmp_path, capsys):
     assert call("evaluate", run, "--samples", 2, "--noise", "0", "--resamples", 0) == 0
     page = tmp_path / "page.html"

@@ -173,6 +173,40 @@ def test_no_reader_of_the_library_opens_pickles():
         assert "pickle.load" not in text, path
 
 
+def texts_of(value, name=""):
+    """Yield the names of all settings that are words, in nested dictionaries."""
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from texts_of(item, f"{name}{key}.")
+        elif isinstance(item, str):
+            yield f"{name}{key}"
+
+
+SHORT = {
+    "digits": ("soft", ["train_size=20", "training.epochs=2", "width=4", "num_heads=2"]),
+    "graph": ("generated-soft", ["training.epochs=2", "num_heads=1", "head_dim=2"]),
+}
+
+
+@pytest.mark.parametrize("place", ["../../escape", "/escape"])
+@pytest.mark.parametrize("recipe", SHORT)
+def test_no_word_of_a_config_leads_out_of_the_run_folder(recipe, place, tmp_path, capsys):
+    """No setting is a place to write to: a path is refused wherever a word may stand."""
+    import dataclasses
+
+    from bayesattn import recipes
+
+    name, small = SHORT[recipe]
+    config = dataclasses.asdict(recipes.load(recipe, "train").load_config(name, small))
+    words = list(texts_of(config))
+    assert {"training.keep", "attention.variant"} <= set(words)
+    out = tmp_path / "a" / "b" / "run"
+    for word in words:
+        options = [f"--set={setting}" for setting in (*small, f"{word}={place}")]
+        assert_refused(capsys, "train", recipe, "--config", name, "--out", out, *options, message=word.split(".")[-1])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and out not in path.parents]
+
+
 def test_a_resumed_run_with_another_config_is_one_line(run, capsys):
     assert_refused(
         capsys, "train", "digits", "--config", "soft", "--out", run, *TINY, "--set=width=8", "--resume",

@@ -1,5 +1,6 @@
 """Encoders: packed weights, tokenizers, dropout rates, ALBERT's prior, and configs with the paper's settings."""
 
+import json
 import lzma
 
 import pytest
@@ -79,6 +80,32 @@ def test_broken_tokenizer_is_an_error(packed):
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer of .* cannot be loaded"):
         encoders.load_tokenizer(str(folder), list)
+
+
+def test_weights_in_a_pickle_are_not_opened(packed):
+    folder, encoder = packed
+    (folder / "model.safetensors.xz").unlink()
+    torch.save(encoder.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="whose weights cannot be loaded"):
+        load(folder)
+
+
+@pytest.mark.parametrize("part", ["config", "tokenizer"])
+def test_code_in_the_folder_of_an_encoder_is_never_run(packed, part, monkeypatch):
+    """Hugging Face's format lets a folder bring its own classes; asked for in a terminal, "y" would run them."""
+    folder, _ = packed
+    monkeypatch.setattr("builtins.input", lambda *words: "y")
+    (folder / "own.py").write_text("raise SystemExit('foreign code')")
+    if part == "config":
+        settings = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+        (folder / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match="whose config cannot be loaded"):
+            encoders.encoder_config(str(folder), encoders.tiny_tokenizer(["a"]))
+    else:
+        settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        # transformers reads tokenizer.json without the class that the settings name
+        assert encoders.load_tokenizer(str(folder), list).vocab_size > 5
 
 
 def test_weights_that_do_not_fit_are_named(packed):

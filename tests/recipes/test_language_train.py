@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,34 @@ def test_run_without_its_tokenizer_is_an_error(soft_run, tmp_path):
         load_run(tmp_path)
 
 
+HOSTILE = {
+    "a broken tokenizer": ("tokenizer/tokenizer.json", lambda text: text[:100]),
+    "an empty tokenizer": ("tokenizer/tokenizer.json", lambda text: ""),
+    "another kind of tokenizer": ("tokenizer/tokenizer.json", lambda text: '{"model": {"type": "BPE"}}'),
+    "settings of a tokenizer that are a list": ("tokenizer/tokenizer_config.json", lambda text: "[1]"),
+    "another architecture": ("run.json", lambda text: text.replace('"model_type": "bert"', '"model_type": "own"')),
+    "a size that is a word": ("run.json", lambda text: text.replace('"hidden_size": 32', '"hidden_size": "x"')),
+    "a negative size": ("run.json", lambda text: text.replace('"hidden_size": 32', '"hidden_size": -32')),
+    "another size": ("run.json", lambda text: text.replace('"hidden_size": 32', '"hidden_size": 36')),
+    "no class names": ("run.json", lambda text: text.replace('"class_names"', '"names"')),
+    "an empty checkpoint": ("checkpoint.safetensors", lambda text: ""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_broken_run_is_refused_in_one_line(name, soft_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(soft_run, folder)
+    file, change = HOSTILE[name]
+    before = (folder / file).read_text(errors="replace")
+    (folder / file).write_text(change(before))
+    assert (folder / file).read_text(errors="replace") != before
+    assert call("predict", folder, "--text", "the film was lovely") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bayesattn: ")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("spoil", "settings", "message"),
     [
@@ -163,6 +192,7 @@ def test_steps_are_those_of_the_hugging_face_trainer(sentiment, tmp_path, warmup
     moved = train_model(config, sentiment).model.state_dict()
     seed_everything(config.seed)
     other = LanguageExperiment(config, sentiment)
+    start = {name: value.clone() for name, value in other.model.state_dict().items()}
     arguments = TrainingArguments(
         str(tmp_path), max_steps=5, per_device_train_batch_size=61, learning_rate=1e-2, warmup_steps=warmup,
         weight_decay=0.3, max_grad_norm=0.7, use_cpu=True, report_to="none",
@@ -171,7 +201,6 @@ def test_steps_are_those_of_the_hugging_face_trainer(sentiment, tmp_path, warmup
     )  # fmt: skip
     Trainer(other.model, arguments, train_dataset=other.train, data_collator=other.collator).train()
     expected = other.model.state_dict()
-    start = LanguageExperiment(config, sentiment).model.state_dict()
     for name, value in moved.items():
         if value.is_floating_point():
             # float32 sums over the batch in another order, five steps of about 1e-2

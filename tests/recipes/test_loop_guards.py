@@ -114,6 +114,24 @@ def test_an_epoch_of_nothing_but_skipped_steps_is_an_error():
         train(experiment, config.training, seed=0)
 
 
+def test_a_validation_measure_that_is_not_finite_stops_the_run(tmp_path):
+    class Spoilt(TinyExperiment):
+        def validate(self, model):
+            return {"validation_nll": math.nan}
+
+    config = TinyConfig(training())
+    with pytest.raises(Diverged, match=r"validation_nll is nan after step 4 \(epoch 0\)"):
+        _runs.train_run("tiny", config, lambda: Spoilt(config), tmp_path)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_metric_to_keep_that_is_not_measured_is_refused(tmp_path):
+    config = TinyConfig(training(keep="validation_f2"))
+    with pytest.raises(ValueError, match=r"training\.keep is 'validation_f2'; allowed: 'last', .*'validation_nll'"):
+        _runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path)
+    assert not (tmp_path / "run.json").exists()
+
+
 def rows(**columns):
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 

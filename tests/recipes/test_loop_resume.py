@@ -96,6 +96,44 @@ def test_a_run_ended_before_its_first_checkpoint_begins_again(tmp_path, uninterr
     assert_same_results(tmp_path, uninterrupted)
 
 
+def test_death_before_the_checkpoints_of_a_finished_run_are_gone_leaves_work_for_resume(
+    tmp_path, uninterrupted, monkeypatch
+):
+    def die(self):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_checkpoints.Checkpoints, "clear", die)
+        with pytest.raises(Killed):
+            run(tmp_path)
+    assert (tmp_path / "checkpoints").exists()
+    run(tmp_path, resume=True)
+    assert not (tmp_path / "checkpoints").exists()
+    assert_same_results(tmp_path, uninterrupted)
+
+
+def test_a_number_of_steps_ends_a_run_within_an_epoch_and_resumes(tmp_path):
+    config = TinyConfig(training(checkpoint_steps=1, epochs=5, keep="last"))
+
+    def build():
+        experiment = TinyExperiment(config)
+        experiment.max_steps = 6
+        return experiment
+
+    def kill(done, total):
+        assert total == 6
+        if done == 5:
+            raise Killed
+
+    whole = _runs.train_run("tiny", config, build, tmp_path / "whole")
+    # four steps make an epoch
+    assert [(row["epoch"], row["step"]) for row in whole.rows] == [(0, 4), (1, 6)]
+    with pytest.raises(Killed):
+        _runs.train_run("tiny", config, build, tmp_path / "killed", kill)
+    _runs.train_run("tiny", config, build, tmp_path / "killed", resume=True)
+    assert_same_results(tmp_path / "killed", results(tmp_path / "whole"))
+
+
 def test_a_finished_run_leaves_no_checkpoints_and_is_left_alone(tmp_path, uninterrupted):
     run(tmp_path)
     assert not (tmp_path / "checkpoints").exists()

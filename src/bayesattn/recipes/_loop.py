@@ -29,7 +29,7 @@ from bayesattn.recipes._interrupts import Interrupted, watch_signals
 from bayesattn.recipes._processes import Processes, process_seed, share
 from bayesattn.recipes._standing import SUMS, Standing, move
 from bayesattn.recipes._state import Generators, flatten, random_state, set_random_state, whole
-from bayesattn.recipes._train import MetricLog, seed_everything
+from bayesattn.recipes._train import MetricLog, seed_everything, shown
 from bayesattn.recording import EntropyScope, observe_entropy, record_kl
 
 
@@ -248,6 +248,9 @@ class _Loop:
             **({"skipped_steps": self.at.skipped} if self.config.on_nonfinite == "skip" else {}),
             **measured,
         }
+        if self.config.keep not in ("last", *measured):
+            known = ", ".join(map(repr, ("last", *measured)))
+            raise ValueError(f"training.keep is {shown(self.config.keep)}; allowed: {known}")
         best_row = next((row for row in reversed(self.at.rows) if row["is_best"]), None)
         row["is_best"] = self.experiment.is_better(row, best_row, self.config)
         if row["is_best"] and self.config.keep != "last":

@@ -2,7 +2,8 @@
 
 An encoder is named by `e5-small` (the folder `encoder_e5_small_hf` of the data, weights plain or as `.xz`), by a folder in
 Hugging Face's format, by a name on the hub (`albert-base-v2`), or is `tiny`: a random two-layer BERT whose vocabulary is
-made from the training texts, for tests and first steps.
+made from the training texts, for tests and first steps. Code that lies beside an encoder is never run, and weights are
+read from safetensors only.
 """
 
 import os
@@ -79,7 +80,7 @@ def load_tokenizer(where: str, texts: Callable[[], Iterable[str]]) -> PreTrained
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{where} has no tokenizer; allowed: a folder with one of {', '.join(TOKENIZER_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(where)
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except Exception as error:
         # transformers raises many kinds here: a broken file, a missing package, no connection
         reason = " ".join(str(error).split())
@@ -102,10 +103,11 @@ def encoder_config(where: str, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     if where == "tiny":
         return BertConfig(vocab_size=len(tokenizer), pad_token_id=SPECIAL_TOKENS.index("[PAD]"), **TINY)
     try:
-        return AutoConfig.from_pretrained(where)
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(where, trust_remote_code=False)
+    except Exception as error:
+        # as above: a config of the wrong type or size is an error of a kind of its own
         reason = " ".join(str(error).split())
-        raise ValueError(f"encoder is {where!r}, whose config cannot be loaded: {reason}") from None
+        raise ValueError(f"encoder is {where!r}, whose config cannot be loaded: {reason}") from error
 
 
 def set_up(config: PreTrainedConfig, kind: Kind, num_outputs: int, rates: dict[str, float | None]) -> PreTrainedConfig:
@@ -140,7 +142,9 @@ def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention:
         load_encoder(model, packed_weights(packed), where)
         return bayesianize(model, attention)
     try:
-        model = _auto_class(kind).from_pretrained(where, config=config, dtype=torch.float32)
+        # neither pickled weights nor code that comes with them
+        options = {"use_safetensors": True, "trust_remote_code": False}
+        model = _auto_class(kind).from_pretrained(where, config=config, dtype=torch.float32, **options)
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"encoder is {where!r}, whose weights cannot be loaded: {reason}") from None

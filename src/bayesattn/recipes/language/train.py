@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import report
@@ -15,7 +15,7 @@ from bayesattn.recipes._loop import train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, override, seed_everything
 from bayesattn.recipes.language.features import Collator
 from bayesattn.recipes.language.fit import FineTuning, LanguageTraining, quiet
-from bayesattn.recipes.language.model import build_model, encoder_config, load_pretrained, set_up
+from bayesattn.recipes.language.model import build_model, encoder_config, load_pretrained, load_tokenizer, set_up
 from bayesattn.recipes.language.prepare import Prepared, prepare
 from bayesattn.recipes.language.tasks import Task, find_task
 from bayesattn.runs import RunError, read_run
@@ -215,16 +215,16 @@ def load_run(folder: Path) -> LoadedRun:
     config = _runs.load_run_config(folder, LanguageConfig, RECIPE)
     run = read_run(folder)
     task = find_task(config.task)
-    try:
-        settings = AutoConfig.for_model(**run["model_config"])
-        class_names, num_texts = tuple(run["class_names"]), int(run["num_texts"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{folder} lacks what describes its model: {error}") from None
     if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
         raise RunError(f"{folder / TOKENIZER_FOLDER} has no tokenizer.json; allowed: a run folder as it was written")
     with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
-        model = build_model(settings, task.kind, config.attention)
+        tokenizer = load_tokenizer(str(folder / TOKENIZER_FOLDER), list)
+        try:
+            class_names, num_texts = tuple(run["class_names"]), int(run["num_texts"])
+            model = build_model(AutoConfig.for_model(**run["model_config"]), task.kind, config.attention)
+        except Exception as error:
+            # transformers and torch raise many kinds where a size is missing, of the wrong type or negative
+            raise RunError(f"{folder} does not describe a model that can be built: {error}") from error
     _runs.load_parameters(folder, model)
     if torch.cuda.is_available():
         torch.nn.Module.cuda(model)
