@@ -119,33 +119,58 @@ def series_of(kind: str, config: GraphConfig) -> dict[str, str]:
     return {kind: methods[-1]} | ({f"{kind}-attention": "attention"} if "attention" in methods[:-1] else {})
 
 
-def predict(trained: Trained, inputs: GraphInputs, nodes: Tensor, method: str) -> Tensor:
-    """Return logits of the nodes: draws, copies, nodes, classes."""
-    device = next(trained.model.parameters()).device
-    return draw(trained.model, neighbourhood_inputs(inputs, nodes).to(device), method, NUM_SAMPLES, 0).cpu()
+@dataclass(frozen=True)
+class Asked:
+    """Where predictions are wanted.
+
+    Attributes:
+        nodes: Validation, test and left-out nodes of any seed.
+        home: Inputs of the graph that was trained on.
+        worse: Inputs of every test graph, a list of draws.
+    """
+
+    nodes: Tensor
+    home: GraphInputs
+    worse: dict[str, list[GraphInputs]]
+
+    @classmethod
+    def of(cls, graphs: Sequence[Graph], inputs: GraphInputs, changes: dict[str, Any], device: str) -> "Asked":
+        """Collect the nodes of all graphs and make the worse graphs."""
+        distinct = list(dict.fromkeys(graphs))
+        nodes = torch.cat([own for graph in distinct for name, own in graph.splits.items() if name != "train"]).unique()
+
+        def ready(whole: GraphInputs) -> GraphInputs:
+            return neighbourhood_inputs(whole, nodes).to(device)
+
+        worse = {
+            name: [ready(GraphInputs.of(change(graphs[0], number))) for number in range(TEST_DRAWS)]
+            for name, change in changes.items()
+        }
+        return cls(nodes, ready(inputs), worse)
 
 
-def measure_series(
-    kind: str, config: GraphConfig, trained: Trained, clean: GraphInputs, tests: dict[str, list[GraphInputs]]
-) -> list[dict[str, Any]]:
+def measure_series(kind: str, config: GraphConfig, trained: Trained, asked: Asked) -> list[dict[str, Any]]:
     """Measure every seed on the graph that was trained on and on every test graph; a row for each, and each series."""
-    asked = [name for name in trained.graphs[0].splits if name != "train"]
-    nodes = torch.cat([graph.splits[name] for graph in dict.fromkeys(trained.graphs) for name in asked]).unique()
     place = torch.full((trained.graphs[0].num_nodes,), -1)
-    place[nodes] = torch.arange(len(nodes))
+    place[asked.nodes] = torch.arange(len(asked.nodes))
+    is_gpu = next(trained.model.parameters()).is_cuda
     rows = []
     for series, method in series_of(kind, config).items():
-        at_home = predict(trained, clean, nodes, method)
-        for situation, worse in {CLEAN: [clean], **tests}.items():
-            drawn = [at_home if inputs is clean else predict(trained, inputs, nodes, method) for inputs in worse]
+
+        def predict(inputs: GraphInputs, method: str = method) -> Tensor:
+            return draw(trained.model, inputs, method, NUM_SAMPLES, 0, shares_noise=is_gpu).cpu()
+
+        home = predict(asked.home)
+        for situation, inputs in {CLEAN: [asked.home], **asked.worse}.items():
+            drawn = [home] if situation == CLEAN else [predict(one) for one in inputs]
             for index, (seed, graph) in enumerate(zip(trained.seeds, trained.graphs)):
-                of_members = slice(index * trained.members, (index + 1) * trained.members)
-                logits = drawn[seed % len(worse)][:, of_members]
-                parts = {name: place[graph.splits[name]] for name in asked}
+                members = slice(index * trained.members, (index + 1) * trained.members)
+                logits = drawn[seed % len(drawn)][:, members]
+                parts = {name: place[own] for name, own in graph.splits.items() if name != "train"}
                 # the first member is the run of the seed; all of them, as draws, are the ensemble
-                choices = {series: (at_home[:, of_members.start], logits[:, 0])}
+                choices = {series: (home[:, members.start], logits[:, 0])}
                 if trained.members > 1:
-                    choices["ensemble"] = (at_home[0, of_members], logits[0])
+                    choices["ensemble"] = (home[0, members], logits[0])
                 for name, (validation, test) in choices.items():
                     found = _measure(validation[:, parts["validation"]], test, parts, graph)
                     rows.append({"series": name, "predicted": situation, "seed": seed, **found})
@@ -205,14 +230,11 @@ def study(
             break
         graphs = [TRAINED[way](graph, seed) for graph, seed in zip(loaded, seeds)]
         inputs = GraphInputs.of(graphs[0])
-        tests = {}
-        if way == CLEAN:
-            draws = range(TEST_DRAWS)
-            tests = {key: [GraphInputs.of(worsen(graphs[0], d)) for d in draws] for key, worsen in PREDICTED.items()}
+        asked = Asked.of(graphs, inputs, PREDICTED if way == CLEAN else {}, device)
         for kind, config in configs.items():
             for group in train_kind(config, graphs, inputs, seeds, members if kind == "soft" else 1, device):
                 about = {"dataset": name, "trained": way}
-                rows += [{**about, **row} for row in measure_series(kind, config, group, inputs, tests)]
+                rows += [{**about, **row} for row in measure_series(kind, config, group, asked)]
         write_csv(out, rows)
         longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
         print(f"{name}, {way}: {last - start:.0f} s", flush=True)

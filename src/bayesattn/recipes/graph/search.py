@@ -112,7 +112,7 @@ def run_round(
     # the copy that drops most says which methods there are
     methods = available_methods(max(configs, key=lambda config: config.dropout))
     for method in dict.fromkeys(["mean", methods[-1]]):
-        logits = draw(runs.model, wanted, method, NUM_SAMPLES, 0).cpu()
+        logits = draw(runs.model, wanted, method, NUM_SAMPLES, 0, shares_noise=device != "cpu").cpu()
         for copy, (point, seed) in enumerate(jobs):
             own = validation.is_own[copy]
             found = measure(logits[:, copy, own], validation.labels[copy, own])
