@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from bayesattn.recipes.graph import corrupt
-from bayesattn.recipes.graph.data import is_connected, leave_out_classes, load_graph, make_graph, undirected
+from bayesattn.recipes.graph.data import (
+    is_connected,
+    leave_out_classes,
+    load_graph,
+    load_heterophilous,
+    make_graph,
+    undirected,
+)
 from bayesattn.recipes.graph.generated import generate_graph
 from bayesattn.recipes.graph.pickles import read_pickle
 from bayesattn.recipes.graph.planetoid import load_planetoid
+from bayesattn.recipes.graph.train import load_config, load_config_graph, load_seed_graphs
 from data import shared_data
 from helpers import no_type_checks
 
@@ -59,6 +67,65 @@ def test_heterophilous_graph_has_the_published_counts_and_ten_splits():
     assert not torch.equal(graph.splits["test"], load_graph("chameleon_filtered", DATA).splits["test"])
     with pytest.raises(ValueError, match="split is 10; allowed for chameleon_filtered: 0 to 9"):
         load_graph("chameleon_filtered", DATA, split=10)
+
+
+@needs_heterophilous
+@pytest.mark.parametrize(
+    ("name", "nodes", "edges", "features", "classes"),
+    [
+        ("chameleon", 890, 8854, 2325, 5),
+        ("squirrel", 2223, 46998, 2089, 5),
+        ("actor", 7600, 26659, 932, 5),
+        ("minesweeper", 10000, 39402, 7, 2),
+        ("tolokers", 11758, 519000, 10, 2),
+    ],
+)
+def test_configs_of_heterophilous_graphs_take_the_split_of_the_seed(name, nodes, edges, features, classes):
+    config = load_config(f"{name}-soft", ["seed=13"])
+    graph = load_config_graph(config, DATA)
+    assert graph.features.shape == (nodes, features)
+    assert graph.edge_index.shape == (2, 2 * edges + nodes)
+    assert graph.num_classes == classes
+    assert torch.equal(graph.splits["test"], load_graph(config.dataset, DATA, split=3).splits["test"])
+    for variant in ("nokl", "wc"):
+        assert load_config(f"{name}-{variant}").dataset == config.dataset
+    if name == "chameleon":
+        first, second, third = load_seed_graphs(config, DATA, [3, 4, 13])
+        assert first is third
+        assert second.features is first.features
+        assert not torch.equal(first.splits["train"], second.splits["train"])
+
+
+def _write_npz(path, **changes):
+    masks = np.array([[True, False, False, False], [False, True, False, False], [False, False, True, True]])
+    arrays = {
+        "node_features": np.ones((4, 2), dtype=np.float32),
+        "node_labels": np.array([0, 1, 0, 1]),
+        "edges": np.array([[0, 1], [2, 3]]),
+        **{name: np.repeat(mask[None], 10, axis=0) for name, mask in zip(("train_masks", "val_masks", "test_masks"), masks)},
+    }
+    np.savez(path, **(arrays | changes))
+
+
+def test_broken_npz_files_are_named(tmp_path):
+    path = tmp_path / "actor.npz"
+    _write_npz(path)
+    assert load_heterophilous(tmp_path, "actor", 0).num_nodes == 4
+    whole = path.read_bytes()
+    for size in (0, 3, len(whole) // 2):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"actor\.npz cannot be read"):
+            load_heterophilous(tmp_path, "actor", 0)
+    # a byte of the features is wrong
+    path.write_bytes(whole[:150] + bytes([whole[150] ^ 0xFF]) + whole[151:])
+    with pytest.raises(ValueError, match=r"actor\.npz cannot be read"):
+        load_heterophilous(tmp_path, "actor", 0)
+    _write_npz(path, edges=np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match="do not fit together"):
+        load_heterophilous(tmp_path, "actor", 0)
+    _write_npz(path, edges=np.array([[0, 9]]))
+    with pytest.raises(ValueError, match="an edge of actor ends at node 9"):
+        load_heterophilous(tmp_path, "actor", 0)
 
 
 # pickles

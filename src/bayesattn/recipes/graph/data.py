@@ -1,5 +1,7 @@
 """Graphs with labelled nodes: what every loader returns, its checks, and the registry of data sets by name."""
 
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,6 +119,11 @@ def leave_out_classes(graph: Graph, count: int) -> Graph:
     splits = {name: nodes[graph.labels[nodes] < kept] for name, nodes in graph.splits.items()}
     test = graph.splits["test"]
     splits["left-out"] = test[graph.labels[test] >= kept]
+    for name, nodes in splits.items():
+        if not len(nodes):
+            raise ValueError(
+                f"left_out_classes is {count}, which leaves split {name!r} of {graph.name} empty; allowed: fewer"
+            )
     return replace(graph, splits=splits, class_names=graph.class_names[:kept])
 
 
@@ -173,12 +180,15 @@ def load_heterophilous(folder: Path, name: str, split: int) -> Graph:
     path = folder / f"{name}.npz"
     names = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here, because numpy forgets to close a broken file
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             features, labels, edges, *masks = (file[part] for part in names)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; allowed: the files of the heterophilous graphs") from None
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    if features.ndim != 2 or edges.ndim != 2 or edges.shape[1] != 2 or any(mask.shape[1:] != labels.shape for mask in masks):
+        raise ValueError(f"arrays of {path} do not fit together; allowed: one row a node, two ends an edge")
     if not 0 <= split < len(masks[0]):
         raise ValueError(f"split is {split}; allowed for {name}: 0 to {len(masks[0]) - 1}")
     labels = torch.from_numpy(labels).long()
