@@ -14,8 +14,8 @@ from rich.console import Console
 from bayesattn.recipes.graph import compare, demo, reproduce, robustness, search
 from bayesattn.recipes.graph.evaluate import available_methods, draw, edge_weights, measure_draws, predict_run
 from bayesattn.recipes.graph.generated import generate_graph
+from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many, write_runs
-from bayesattn.recipes.graph.model import GraphInputs
 from bayesattn.recipes.graph.train import build_experiment, fit, load_config, load_run, train_run
 from bayesattn.report import measure_run, write_report
 from bayesattn.runs import read_predictions, write_predictions

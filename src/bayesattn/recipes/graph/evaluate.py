@@ -13,7 +13,8 @@ from bayesattn.predict import sampling
 from bayesattn.recipes._train import one_thread
 from bayesattn.recipes.graph.corrupt import add_feature_noise
 from bayesattn.recipes.graph.data import Graph
-from bayesattn.recipes.graph.model import GraphAttentionNetwork, GraphInputs
+from bayesattn.recipes.graph.inputs import GraphInputs
+from bayesattn.recipes.graph.model import GraphAttentionNetwork
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import GraphConfig, load_run
 from bayesattn.report.measure import mean_logits

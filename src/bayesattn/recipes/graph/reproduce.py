@@ -13,8 +13,8 @@ from bayesattn.recipes import _tables
 from bayesattn.recipes._train import one_thread, progress
 from bayesattn.recipes.graph.data import Graph
 from bayesattn.recipes.graph.evaluate import available_methods, draw, measure_draws
+from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
-from bayesattn.recipes.graph.model import GraphInputs
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import GraphConfig, load_config, load_config_graph
 from bayesattn.report.aggregate import over_runs

@@ -32,8 +32,9 @@ from bayesattn.recipes.graph.corrupt import (
 )
 from bayesattn.recipes.graph.data import Graph, leave_out_classes
 from bayesattn.recipes.graph.evaluate import LEFT_OUT, available_methods, draw, measure_draws
+from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
-from bayesattn.recipes.graph.model import GraphAttentionNetwork, GraphInputs
+from bayesattn.recipes.graph.model import GraphAttentionNetwork
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import GraphConfig, load_config, load_seed_graphs
 from bayesattn.runs import write_csv

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.recipes.graph.features import row_positions
-from bayesattn.recipes.graph.model import Batch, GraphInputs
+from bayesattn.recipes.graph.inputs import Batch, GraphInputs
 
 
 def neighbourhood_inputs(

@@ -33,8 +33,8 @@ from bayesattn import metrics
 from bayesattn.recipes._train import one_thread
 from bayesattn.recipes.graph.data import Graph
 from bayesattn.recipes.graph.evaluate import available_methods, draw
+from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
-from bayesattn.recipes.graph.model import GraphInputs
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.targets import Targets
 from bayesattn.recipes.graph.train import CONFIGS, GraphConfig, load_config, load_seed_graphs

@@ -16,7 +16,8 @@ from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import Experiment, TrainingConfig, train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
 from bayesattn.recipes.graph.data import Graph, leave_out_classes, load_graph, split_of_seed
-from bayesattn.recipes.graph.model import GraphAttentionNetwork, GraphInputs
+from bayesattn.recipes.graph.inputs import GraphInputs
+from bayesattn.recipes.graph.model import GraphAttentionNetwork
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 
 RECIPE = "graph"
