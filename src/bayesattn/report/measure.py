@@ -99,8 +99,9 @@ def _fit_temperature(predictions: Predictions, method: str) -> float | None:
 def _after_scaling(split: SplitPredictions, method: str, temperature: float) -> dict[str, dict[str, Any]]:
     """Return NLL and ECE with the temperature that was fitted on the validation split."""
     assert split.labels is not None
-    scaled = metrics.apply_temperature(mean_logits(split.samples[method]), temperature)
-    estimates = metrics.evaluate_predictions(scaled.unsqueeze(0), split.labels, num_resamples=0)
+    # as logits: at the low temperature that suits a faultless validation split, the probability of a rare error rounds to 0
+    scaled = mean_logits(split.samples[method]) / temperature
+    estimates = metrics.evaluate_predictions(scaled.unsqueeze(0), split.labels, space="logit", num_resamples=0)
     settings = {"low": None, "high": None, "temperature": temperature}
     return {f"scaled_{name}": {"value": estimates[name].value, **settings} for name in ("nll", "ece")}
 

@@ -13,6 +13,7 @@ from bayesattn import metrics, runs
 from bayesattn.report import measure_run
 from bayesattn.report.aggregate import over_runs
 from bayesattn.report.gather import group_runs, read_runs
+from bayesattn.report.measure import measure
 
 
 def test_interval_over_runs_is_students():
@@ -119,3 +120,18 @@ def test_metrics_of_other_predictions_are_refused(tmp_path):
     runs.write_predictions(first, second)
     with pytest.raises(runs.RunError, match=r"metrics.json is not of these predictions; run `bayesattn evaluate"):
         read_runs([first])
+
+
+def test_faultless_validation_split_leaves_the_scaled_nll_finite():
+    sure = torch.tensor([[0.999, 0.001], [0.001, 0.999]]).repeat(1, 5, 1)
+    right = torch.tensor([0, 1]).repeat(5)
+    wrong = torch.cat([1 - right[:1], right[1:]])
+    splits = {
+        "validation": runs.SplitPredictions({"mean": sure}, right),
+        "test": runs.SplitPredictions({"mean": sure}, wrong),
+    }
+    measured = measure(runs.Predictions(splits, ["a", "b"], ["mean"], seed=0), "mean", num_resamples=0)
+    # the lowest temperature of the search multiplies the logit of the one error by 100
+    assert measured["temperature"] == 0.01
+    scaled = measured["splits"]["test"]["metrics"]["scaled_nll"]["value"]
+    assert scaled == pytest.approx(math.log(999.0) * 100.0 / 10, rel=1e-6)
