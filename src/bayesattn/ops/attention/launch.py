@@ -12,7 +12,7 @@ from bayesattn.ops.launch import launch
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
 BLOCKS = {
     ("forward", 64): (64, 64, 4, 3),
-    ("forward", 128): (128, 32, 4, 3),
+    ("forward", 128): (128, 32, 4, 4),
     ("grad_query", 64): (64, 32, 4, 3),
     ("grad_query", 128): (64, 64, 4, 2),
     ("grad_key", 64): (64, 64, 4, 4),
