@@ -194,7 +194,7 @@ def _tiny_search(monkeypatch, tmp_path, **options):
     _tiny_configs(monkeypatch, search)
     monkeypatch.setattr(search, "POINTS", 2)
     monkeypatch.setattr(search, "NUM_SAMPLES", 2)
-    options = {"num_seeds": 2, "num_rounds": 2, "limit": math.inf, "data": None, "device": "cpu", **options}
+    options = {"num_seeds": 2, "rounds": range(2), "limit": math.inf, "data": None, "device": "cpu", **options}
     return search.search("generated", **options, out=tmp_path / "search.csv")
 
 
@@ -232,10 +232,12 @@ def test_chosen_is_the_lowest_scaled_nll_among_the_accurate(tmp_path):
         # the third is the best by NLL, but two points less accurate; the second within one
         *(row("soft", "mean", d, a, n) for d, a, n in ((0.2, 0.80, 0.6), (0.4, 0.795, 0.5), (0.6, 0.78, 0.4))),
         *(row("soft", "all", d, 0.8, n) for d, n in ((0.0, 0.1), (0.6, 0.5))),
-        row("nokl", "all", 0.2, 0.8, 0.5, **{"attention.weibull_k": 2.0}),
-        row("wc", "all", 0.2, 0.8, 0.5, **noise),
+        *(row("nokl", m, 0.2, 0.8, n, **{"attention.weibull_k": 2.0}) for m, n in (("mean", 0.5), ("all", 0.4))),
+        *(row("wc", m, 0.2, 0.8, n, **noise) for m, n in (("mean", 0.4), ("all", 0.5))),
     ]
     chosen = search.choose(rows)
+    assert [chosen[kind]["method"] for kind in ("soft", "dropout", "nokl", "wc")] == ["mean", "all", "all", "mean"]
+    assert [chosen[kind]["num_points"] for kind in ("soft", "dropout", "nokl", "wc")] == [3, 1, 1, 1]
     assert chosen["soft"]["point"]["dropout"] == 0.4
     # MC dropout must drop
     assert chosen["dropout"]["point"]["dropout"] == 0.6
@@ -271,19 +273,19 @@ def tiny_study(monkeypatch, tmp_path):
 
 def test_robustness_study_has_every_series_seed_and_situation(tiny_study, tmp_path):
     rows = tiny_study(trained=["clean", "class left out"])
-    series = {"soft", "ensemble", "dropout", "nokl", "nokl-attention", "wc", "wc-attention"}
+    series = {"soft", "ensemble", "dropout", *(kind + end for kind in ("nokl", "wc") for end in ("", "-mean", "-attention"))}
     assert {row["series"] for row in rows} == series
     # two test graphs of the clean training, and one of the other
     assert len(rows) == len(series) * 3 * 3
     assert all(("ood_auroc" in row) == (row["trained"] == "class left out") for row in rows)
-    assert all(("pavpu_05" in row) == (row["series"] != "soft") for row in rows)
+    assert all(("pavpu_05" in row) == (row["series"] not in ("soft", "nokl-mean", "wc-mean")) for row in rows)
     assert {row["seed"] for row in rows if row["series"] == "ensemble"} == {0, 1, 2}
     read = compare.read_rows([tmp_path / "rows.csv"])
     assert {row["situation"] for row in read} == {"clean", "edges added 50 %", "class left out"}
     for measure in ("accuracy", "aurc"):
-        figure = compare.plot(read, measure)
+        figure = compare.plot(read, measure, {"generated": ["nokl", "wc-mean"]})
         assert len(figure.axes[0].get_xticks()) == 3
-    assert "BAM-WC, attention alone" in compare.overview(read)
+    assert "BAM-WC, draws of attention alone" in compare.overview(read)
 
 
 def test_first_member_of_an_ensemble_is_the_run_of_the_seed(tiny_study, monkeypatch):
@@ -311,23 +313,24 @@ def test_holm_corrects_step_by_step():
     assert compare.holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
 
 
-def test_a_variant_wins_only_against_both_baselines():
-    values = {"soft": 0.70, "dropout": 0.70, "wc": 0.75, "nokl": 0.75}
-    empty = dict.fromkeys(robustness.MEASURES)
+def test_a_variant_wins_only_against_both_baselines(tmp_path):
+    path = tmp_path / "chosen.json"
+    path.write_text(json.dumps({"d": {"nokl": {"method": "all"}, "wc": {"method": "mean"}}}), encoding="utf-8")
+    chosen = compare.read_chosen(path)
+    assert chosen == {"d": ["nokl", "wc-mean"]}
+    # NOKL is far above soft and level with MC dropout
+    levels = {"soft": 0.70, "dropout": 0.75, "nokl": 0.75, "wc-mean": 0.80}
     rows = [
-        # NOKL is far above soft and level with MC dropout
-        {**empty, "dataset": "d", "situation": "clean", "series": s, "seed": i, "accuracy": v + 0.001 * ((i * k) % 7)}
-        for k, (s, v) in enumerate({**values, "dropout": 0.70}.items(), start=1)
-        for i in range(8)
+        {**dict.fromkeys(robustness.MEASURES), "dataset": "d", "situation": "clean", "series": series, "seed": seed}
+        | {"accuracy": level + 0.001 * ((seed * factor) % 7)}
+        for factor, (series, level) in enumerate(levels.items(), start=1)
+        for seed in range(8)
     ]
-    for row in rows:
-        if row["series"] == "nokl":
-            row["accuracy"] = 0.70 + 0.001 * ((row["seed"] * 5) % 7)
-    comparisons = compare.compare(rows)
+    comparisons = compare.compare(rows, chosen)
     assert len(comparisons) == 4
-    assert [group[0].series for group in compare.wins(comparisons)] == ["wc"]
+    assert [group[0].series for group in compare.wins(comparisons)] == ["wc-mean"]
     assert compare.wins(comparisons, better=False) == []
-    assert "| d | clean | accuracy | BAM-WC | +0.0" in compare.win_table(compare.wins(comparisons))
+    assert "| d | clean | accuracy | BAM-WC, mean | +0.1" in compare.win_table(compare.wins(comparisons))
 
 
 def test_demo_prints_one_row_per_attention_and_prediction(tmp_path):

@@ -90,6 +90,18 @@ def kl_total(
         prior_scope: Whether Ψ is a softmax over all sources of the graph or over those of each target.
         ops: `plain` or `csr`.
     """
+    return reduce_kl(kl_by_head(scores, log_prior, edges, config, prior_scope, ops).sum(), edges, scores.shape[1], config)
+
+
+def kl_by_head(
+    scores: Float[Tensor, "e h"],
+    log_prior: Float[Tensor, "n #h"] | None,
+    edges: Edges,
+    config: AttentionConfig,
+    prior_scope: PriorScope = "graph",
+    ops: ModuleType = plain,
+) -> Float[Tensor, " h"]:
+    """Return the KL of every head, summed over the edges; arguments as for `kl_total`."""
     lse = ops.logsumexp(scores, edges)
     phi = scores - ops.lift_target(lse, edges) if config.score_form == "log_softmax" else scores
     if log_prior is not None:
@@ -97,12 +109,9 @@ def kl_total(
         if prior_scope == "neighbourhood":
             log_prior = edge_log_prior(log_prior, edges, ops)
     if config.family == "weibull":
-        kl = _weibull_entries(phi, log_prior, prior_scope, edges, config, ops) + weibull_rows(lse, edges, config)
-    else:
-        kl = kl_lognormal_lognormal(
-            phi, _location(phi, log_prior, prior_scope, edges, config, ops), sigma_q=config.sigma_q, sigma_p=config.sigma_p
-        ).sum()
-    return reduce_kl(kl, edges, scores.shape[1], config)
+        return _weibull_entries(phi, log_prior, prior_scope, edges, config, ops) + weibull_rows(lse, edges, config)
+    location = _location(phi, log_prior, prior_scope, edges, config, ops)
+    return kl_lognormal_lognormal(phi, location, sigma_q=config.sigma_q, sigma_p=config.sigma_p).sum(dim=0)
 
 
 def edge_log_prior(log_prior: Float[Tensor, "n h"], edges: Edges, ops: ModuleType = plain) -> Float[Tensor, "e h"]:
@@ -127,27 +136,30 @@ def reduce_kl(kl: Float[Tensor, ""], edges: Edges, heads: int, config: Attention
 
 
 def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig, ops) -> Tensor:
-    """Sum over the edges of c − α Φ. With one α per source: Σ_j m_j c_j − α_j T_j, T_j = Σ Φ over the m_j edges of j."""
+    """Sum c − α Φ over the edges, for every head.
+
+    With one α per source: Σ_j m_j c_j − α_j T_j, T_j = Σ Φ over the m_j edges of j.
+    """
     constants = {"weibull_k": config.weibull_k, "gamma_beta": config.gamma_beta}
     if log_prior is None:
         log_a = log_alpha(None, config, phi)
-        return phi.numel() * weibull_gamma_key_term(log_a, **constants).sum() - config.gamma_alpha * phi.sum()
+        return len(phi) * weibull_gamma_key_term(log_a, **constants)[0] - config.gamma_alpha * phi.sum(dim=0)
     if prior_scope == "neighbourhood":
         log_a = log_alpha(log_prior, config, phi)
-        return (weibull_gamma_key_term(log_a, **constants) - torch.exp(log_a) * phi).sum()
+        return (weibull_gamma_key_term(log_a, **constants) - torch.exp(log_a) * phi).sum(dim=0)
     # a node that is nobody's source has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
     log_a = log_alpha(zero_where_unused(log_prior, edges), config, phi)
     key_term = edges.out_degree[:, None] * weibull_gamma_key_term(log_a, **constants)
     sums = key_term.expand(-1, phi.shape[1]) - torch.exp(log_a) * ops.sum_by_source(phi, edges)
-    return sums.sum()
+    return sums.sum(dim=0)
 
 
-def weibull_rows(lse: Tensor, edges: Edges, config: AttentionConfig) -> Tensor:
-    """Sum over the rows of β Σ_e exp Φ_e, from the log-sum-exp of the row; with Φ = log-softmax every row's is β."""
+def weibull_rows(lse: Float[Tensor, "r h"], edges: Edges, config: AttentionConfig) -> Float[Tensor, " h"]:
+    """Sum β Σ_e exp Φ_e over the rows, for every head, from their log-sum-exp; with Φ = log-softmax every row's is β."""
     if config.score_form != "raw":
-        return config.gamma_beta * (edges.num_rows * lse.shape[1]).to(lse.dtype)
+        return (config.gamma_beta * edges.num_rows.to(lse.dtype)).expand(lse.shape[1])
     rows = capped_exp(lse + math.log(config.gamma_beta))
-    return rows.masked_fill((edges.degree == 0)[:, None], 0.0).sum()
+    return rows.masked_fill((edges.degree == 0)[:, None], 0.0).sum(dim=0)
 
 
 def _location(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig, ops) -> Tensor:

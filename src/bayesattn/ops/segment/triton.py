@@ -89,7 +89,7 @@ def _weibull_total(first, second, lse, log_prior, kind: int, edges: Edges, confi
     elif kind == PER_SOURCE:
         key_term = key_term * edges.out_degree[:, None]
     products = second - lse * first if config.score_form == "log_softmax" else second
-    return key_term.sum() - products.sum() + weibull_rows(lse, edges, config)
+    return key_term.sum() - products.sum() + weibull_rows(lse, edges, config).sum()
 
 
 def _lognormal_total(first, second, lse, log_prior, kind: int, edges: Edges, config: AttentionConfig) -> Tensor:

@@ -1,13 +1,15 @@
 """Tables and figures of the robustness study, from the rows it wrote; needs no GPU and trains nothing.
 
-    python -m bayesattn.recipes.graph.compare runs/robustness/*.csv --out docs/results
+    python -m bayesattn.recipes.graph.compare runs/robustness/*.csv --chosen runs/search/chosen.json --out docs/results
 
-Every comparison is paired by seed. Each BAM variant is compared with soft attention and with MC dropout, in every measure a
-user acts on and every situation; Holm's correction is over all these comparisons of one data set.
+Every comparison is paired by seed. Each BAM variant, predicting as validation nodes chose (by its mean or by draws), is
+compared with soft attention and with MC dropout, in every measure a user acts on and every situation; Holm's correction
+is over all these comparisons of one data set.
 """
 
 import argparse
 import csv
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +28,18 @@ from bayesattn.runs import write_bytes, write_csv, write_json
 SERIES = {
     "soft": "soft",
     "dropout": "MC dropout",
-    "nokl": "BAM-NOKL",
-    "wc": "BAM-WC",
-    "nokl-attention": "BAM-NOKL, attention alone",
-    "wc-attention": "BAM-WC, attention alone",
+    "nokl-mean": "BAM-NOKL, mean",
+    "nokl": "BAM-NOKL, draws",
+    "nokl-attention": "BAM-NOKL, draws of attention alone",
+    "wc-mean": "BAM-WC, mean",
+    "wc": "BAM-WC, draws",
+    "wc-attention": "BAM-WC, draws of attention alone",
     "ensemble": "ensemble of 5",
 }
 BASELINES = ("soft", "dropout")
-CHALLENGERS = ("nokl", "wc")
+VARIANTS = ("nokl", "wc")
+# by data set: the series of each variant that validation nodes chose
+Chosen = dict[str, list[str]]
 # what a user acts on: heading, whether larger is better, digits
 ACTED_ON = {
     "accuracy": ("accuracy", True),
@@ -101,6 +107,15 @@ def situation(row: dict[str, Any]) -> str:
     return ", ".join(part for part in (row["trained"], row["predicted"]) if part != CLEAN) or CLEAN
 
 
+def read_chosen(path: Path) -> Chosen:
+    """Read how each variant predicts, from what the search wrote."""
+    chosen = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        dataset: [kind if choices[kind]["method"] == "all" else f"{kind}-mean" for kind in VARIANTS]
+        for dataset, choices in chosen.items()
+    }
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values corrected for their number by Holm's step-down rule (1979)."""
     corrected, largest = [0.0] * len(p_values), 0.0
@@ -119,16 +134,17 @@ def by_seed(rows: Sequence[dict[str, Any]], dataset: str, where: str, series: st
     }
 
 
-def compare(rows: Sequence[dict[str, Any]]) -> list[Comparison]:
-    """Compare every variant with every baseline, in all situations and measures a user acts on."""
+def compare(rows: Sequence[dict[str, Any]], chosen: Chosen) -> list[Comparison]:
+    """Compare every variant, predicting as chosen, with every baseline, in all situations and measures a user acts on."""
     found = []
     for dataset in _names(rows, "dataset"):
         own = [row for row in rows if row["dataset"] == dataset]
         todo = []
         for where in _names(own, "situation"):
             for measure in ACTED_ON:
-                values = {name: by_seed(own, dataset, where, name, measure) for name in (*BASELINES, *CHALLENGERS)}
-                for series in CHALLENGERS:
+                challengers = chosen[dataset]
+                values = {name: by_seed(own, dataset, where, name, measure) for name in (*BASELINES, *challengers)}
+                for series in challengers:
                     for baseline in BASELINES:
                         if values[series] and values[series].keys() <= values[baseline].keys():
                             todo.append((where, measure, series, baseline, _tables.paired(values[series], values[baseline])))
@@ -180,19 +196,19 @@ def win_table(groups: Sequence[Sequence[Comparison]]) -> str:
     return _tables.markdown(header, lines)
 
 
-def plot(rows: Sequence[dict[str, Any]], measure: str) -> Figure:
+def plot(rows: Sequence[dict[str, Any]], measure: str, chosen: Chosen) -> Figure:
     """Draw one measure over the situations, a panel for each data set; error bars are 95 % intervals over seeds."""
     rows = [row for row in rows if row[measure] is not None]
     datasets = _names(rows, "dataset")
     situations = _names(rows, "situation")
-    shown = [name for name in SERIES if any(row["series"] == name for row in rows) and not name.endswith("-attention")]
+    shown = ["soft", "MC dropout", "BAM-NOKL", "BAM-WC", "ensemble of 5"]
     columns = min(2, len(datasets))
     lines = math.ceil(len(datasets) / columns)
     figure, axes = new_figure(6.0 * columns, 2.6 * lines + 1.4, lines, columns, sharex=True)
     for ax in list(axes.flat)[len(datasets) :]:
         ax.set_visible(False)
     for ax, dataset in zip(axes.flat, datasets):
-        for index, series in enumerate(shown):
+        for index, series in enumerate((*BASELINES, *chosen[dataset], "ensemble")):
             points = []
             for place, where in enumerate(situations):
                 values = list(by_seed(rows, dataset, where, series, measure).values())
@@ -203,7 +219,7 @@ def plot(rows: Sequence[dict[str, Any]], measure: str) -> Figure:
             if points:
                 places, values, halves = zip(*points)
                 style = {"color": COLORS[index], "fmt": MARKERS[index]}
-                ax.errorbar(places, values, yerr=halves, markersize=4, capsize=2, label=SERIES[series], **style)
+                ax.errorbar(places, values, yerr=halves, markersize=4, capsize=2, label=shown[index], **style)
         title(ax, dataset)
         plain(ax)
         ax.set_xticks(range(len(situations)), situations, rotation=30, ha="right", fontsize=7)
@@ -223,10 +239,11 @@ def main() -> None:
     """Write tables (Markdown, CSV, JSON) and figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--chosen", type=Path, required=True, help="what `search choose` wrote")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = read_rows(arguments.files)
-    comparisons = compare(rows)
+    rows, chosen = read_rows(arguments.files), read_chosen(arguments.chosen)
+    comparisons = compare(rows, chosen)
     better, worse = wins(comparisons), wins(comparisons, better=False)
     text = (
         f"{overview(rows)}\nBetter than both, p < {LEVEL:g}:\n\n{win_table(better)}\nWorse than both, p < {LEVEL:g}:\n\n"
@@ -244,7 +261,7 @@ def main() -> None:
     }
     write_json(arguments.out / "graph-robustness.json", counts)
     for measure in ("accuracy", "scaled_nll", "aurc"):
-        plot(rows, measure).savefig(arguments.out / f"graph-robustness-{measure}.png", dpi=110)
+        plot(rows, measure, chosen).savefig(arguments.out / f"graph-robustness-{measure}.png", dpi=110)
     print(text)
 
 

@@ -120,10 +120,11 @@ class GraphAttentionLayer(BayesianModule):
             edges: Sorted edges.
             batch: Whose KL counts, and their edges, the first of `edges`; None for all.
         """
-        ops = self._ops
         projected = self._project(x)
         scores = self._scores(projected, edges)
-        output = ops.weighted_sum(self._drop(self._weights(scores, edges)), self._drop(projected), edges) + self.bias
+        weights = self._drop(self._weights(scores, edges))
+        # on a GPU, too: `plain` would store and scatter a message of all heads' features for every edge
+        output = csr.weighted_sum(weights, self._drop(projected), edges) + self.bias
         return self._record(output, self._kl(scores, projected, edges, batch) if self.needs_kl else None)
 
     def weights(self, x: SparseFeatures | Float[Tensor, "n c f"], edges: Edges) -> Float[Tensor, "e g"]:
@@ -210,34 +211,33 @@ class GraphAttentionLayer(BayesianModule):
 
     def _kl(self, scores, projected, edges: Edges, batch: tuple[Batch, Edges] | None) -> Float[Tensor, " 1"]:
         """Return the KL of one copy and one example (the graph, or a node of a batch), averaged over the copies."""
-        reduction, count = self.config.kl_reduction, 1.0
+        rows, entries, examples = edges.num_rows, len(edges), 1
         if batch is not None:
+            # what the KL of the whole graph is divided by, and then by the nodes that share this estimate of it
             part, edges = batch
             scores = scores[: len(edges)]
-            # what the KL of the whole graph is divided by, and then by the nodes that share this estimate of it
-            heads = self.num_heads
-            entries = {"sum": 1, "row_mean": part.whole_nodes * heads, "mean": part.whole_edges * heads}
-            count, reduction = part.num_nodes * entries[str(reduction)], "sum"
-        total = scores.new_zeros(1)
+            rows, entries, examples = part.whole_nodes, part.whole_edges, part.num_nodes
+        count = {"sum": 1, "row_mean": rows, "mean": entries}[str(self.config.kl_reduction)]
+        heads = 1 if self.config.kl_reduction == "sum" else self.num_heads
+        parts = []
         with torch.autocast(scores.device.type, enabled=False):
             log_prior = self.log_prior(projected)
-            for settings, first, last in self._alike():
-                config = replace(settings.attention, kl_reduction=reduction)
+            for config, first, last in self._alike():
                 own = slice(first * self.num_heads, last * self.num_heads)
                 prior = None if log_prior is None else log_prior[:, own]
-                kl = reference.kl_total(scores[:, own], prior, edges, config, self.prior_scope, self._ops)
-                # a sum is over the copies, a mean over their heads
-                copies = 1 if reduction == "sum" else last - first
-                total = total + kl * (settings.kl_weight * copies)
-        return total * (self.kl_share / self.num_copies / count)
+                parts.append(reference.kl_by_head(scores[:, own], prior, edges, config, self.prior_scope, self._ops))
+            total = torch.cat(parts)
+            if self.settings is not None:
+                total = total * self._per_head("KL", [one.kl_weight for one in self.settings], total)
+            return total.sum().view(1) * self.kl_share / (count * heads * self.num_copies * examples)
 
-    def _alike(self) -> Iterator[tuple[CopySettings, int, int]]:
-        """Go through the runs of neighbouring copies with the same KL: settings, first copy, the one after the last."""
-        settings = self.settings or [CopySettings(self.config, self.dropout.p)] * self.num_copies
+    def _alike(self) -> Iterator[tuple[AttentionConfig, int, int]]:
+        """Go through the runs of neighbouring copies with the same KL: config, first copy, the one after the last."""
+        configs = [self.config] * self.num_copies if self.settings is None else [one.attention for one in self.settings]
         first = 0
-        for _, run in itertools.groupby(settings, key=lambda one: (one.attention, one.kl_weight)):
+        for config, run in itertools.groupby(configs):
             last = first + len(list(run))
-            yield settings[first], first, last
+            yield config, first, last
             first = last
 
 

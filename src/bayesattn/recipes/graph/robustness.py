@@ -112,12 +112,14 @@ def train_kind(
 def series_of(kind: str, config: GraphConfig) -> dict[str, str]:
     """Return the series that networks of a kind give, and how each predicts.
 
-    BAM draws all the noise it was trained with, and beside it the attention alone.
+    BAM draws all the noise it was trained with; beside it there are its mean and draws of the attention alone.
     """
     methods = available_methods(config)
     if kind == "soft":
         return {"soft": "mean"}
-    return {kind: methods[-1]} | ({f"{kind}-attention": "attention"} if "attention" in methods[:-1] else {})
+    if kind == "dropout":
+        return {"dropout": "dropout"}
+    return {kind: methods[-1], f"{kind}-mean": "mean"} | ({f"{kind}-attention": "attention"} if len(methods) > 2 else {})
 
 
 @dataclass(frozen=True)

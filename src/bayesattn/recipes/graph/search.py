@@ -1,16 +1,17 @@
 """How settings are chosen: a random search of equal size for every kind of network, ranked on validation nodes alone.
 
     python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
-    python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out src/bayesattn/recipes/graph/configs
+    python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out CONFIGS --chosen runs/search/chosen.json
 
 A round fixes learning rate and width and draws `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
 and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's
 networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as
 one network.
 
-A setting counts by how its predictions are made: soft by its mean, MC dropout and BAM by 20 draws of all the noise they
-were trained with. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one with the lowest
-NLL after temperature scaling is chosen; the temperature for one half of the validation nodes comes from the other half.
+A setting counts by how its predictions are made: soft by its mean, MC dropout by 20 draws of its dropout, BAM by its mean or
+by 20 draws of all the noise it was trained with, whichever is better; so soft and MC dropout together have the choice that
+each BAM has. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one with the lowest NLL
+after temperature scaling is chosen; the temperature for one half of the validation nodes comes from the other half.
 No test node is read.
 """
 
@@ -39,7 +40,7 @@ from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.targets import Targets
 from bayesattn.recipes.graph.train import CONFIGS, GraphConfig, load_config, load_seed_graphs
 from bayesattn.report.measure import mean_logits
-from bayesattn.runs import write_bytes, write_csv
+from bayesattn.runs import write_bytes, write_csv, write_json
 
 FIRST_SEED = 100
 POINTS = 8
@@ -69,8 +70,13 @@ FIXED: dict[str, dict[str, Any]] = {
     "nokl": {},
     "wc": {"attention.preset": "default", "attention.prior_hidden_dim": 5, "prior_scope": "neighbourhood"},
 }
-# what is chosen: the networks it trains, and the method that predicts
-CHOICES = {"soft": ("soft", "mean"), "dropout": ("soft", "all"), "nokl": ("nokl", "all"), "wc": ("wc", "all")}
+# what is chosen: the networks it trains, and the methods that may predict: their mean, or draws of all their noise
+CHOICES = {
+    "soft": ("soft", ("mean",)),
+    "dropout": ("soft", ("all",)),
+    "nokl": ("nokl", ("mean", "all")),
+    "wc": ("wc", ("mean", "all")),
+}
 
 
 def draw_points(kind: str, number: int) -> list[dict[str, Any]]:
@@ -140,9 +146,9 @@ def measure(logits: Float[Tensor, "s v c"], labels: Int[Tensor, " v"]) -> dict[s
 
 @one_thread()
 def search(
-    name: str, *, num_seeds: int, num_rounds: int, limit: float, data: Path | None, device: str, out: Path
+    name: str, *, num_seeds: int, rounds: Sequence[int], limit: float, data: Path | None, device: str, out: Path
 ) -> list[dict[str, Any]]:
-    """Run rounds until there are `num_rounds`, or until the next one would end after `limit` seconds; write after each.
+    """Run some rounds, until the next one would end after `limit` seconds; write after each.
 
     Every round trains all kinds, so that a search that is cut short is still one of equal size.
     """
@@ -152,12 +158,12 @@ def search(
     graphs = load_seed_graphs(load_config(f"{name}-soft"), data, seeds)
     inputs = GraphInputs.of(graphs[0])
     rows: list[dict[str, Any]] = []
-    for number in range(num_rounds):
+    for number in rounds:
         for kind in OWN:
             rows += run_round(name, kind, number, graphs, inputs, seeds, device)
         write_csv(out, rows)
         now = time.perf_counter()
-        print(f"{name}: round {number + 1} of {num_rounds}, {now - start:.0f} s", flush=True)
+        print(f"{name}: round {number + 1}, {now - start:.0f} s", flush=True)
         longest, last = max(longest, now - last), now
         if now - start + longest > limit:
             break
@@ -168,24 +174,28 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the chosen setting of each kind of prediction, with its means over seeds and how many it was chosen from."""
     names = [*ROUNDS[0], *SHARED, *OWN["wc"]]
     chosen = {}
-    for choice, (kind, method) in CHOICES.items():
+    for choice, (kind, methods) in CHOICES.items():
         points: dict[tuple, list[dict[str, Any]]] = {}
         for row in rows:
             # MC dropout without dropout is soft attention, which chooses for itself
             is_idle = choice == "dropout" and float(row["dropout"]) == 0.0
-            if (row["kind"], row["method"]) == (kind, method) and not is_idle:
-                points.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
-        means = [
-            {name: sum(float(row[name]) for row in own) / len(own) for name in ("accuracy", "nll", "scaled_nll")}
-            for own in points.values()
-        ]
-        best = max(mean["accuracy"] for mean in means)
-        fine = [index for index, mean in enumerate(means) if mean["accuracy"] >= best - TOLERANCE]
-        index = min(fine, key=lambda index: means[index]["scaled_nll"])
-        own = list(points.values())[index]
+            if row["kind"] == kind and row["method"] in methods and not is_idle:
+                points.setdefault((row["method"], *(row.get(name, "") for name in names)), []).append(row)
+        means = {
+            key: {name: sum(float(row[name]) for row in own) / len(own) for name in ("accuracy", "nll", "scaled_nll")}
+            for key, own in points.items()
+        }
+        best = max(mean["accuracy"] for mean in means.values())
+        fine = [key for key, mean in means.items() if mean["accuracy"] >= best - TOLERANCE]
+        key = min(fine, key=lambda key: means[key]["scaled_nll"])
+        own = points[key]
         point = {name: float(own[0][name]) for name in names if own[0].get(name, "") != ""}
-        about = {"num_points": len(points), "num_seeds": len(own), "num_labels": int(own[0]["num_labels"])}
-        chosen[choice] = {"kind": kind, "point": point, **about, **means[index]}
+        about = {
+            "num_points": len({other[1:] for other in points}),
+            "num_seeds": len(own),
+            "num_labels": int(own[0]["num_labels"]),
+        }
+        chosen[choice] = {"kind": kind, "method": key[0], "point": point, **about, **means[key]}
     return chosen
 
 
@@ -201,9 +211,10 @@ def write_config(name: str, choice: str, found: dict[str, Any], folder: Path) ->
         for parent in parents:
             target = target.setdefault(parent, {})
         target[last] = int(value) if last in ("head_dim", "prior_hidden_dim") else value
-    words = {"soft": "soft attention", "dropout": "soft attention, to be predicted with MC dropout", "nokl": "BAM-NOKL"}
+    words = {"soft": "soft attention", "dropout": "soft attention", "nokl": "BAM-NOKL", "wc": "BAM-WC"}
+    how = {"mean": "its mean", "all": "20 draws of all its noise"}[found["method"]]
     header = (
-        f"# {name}, {words.get(choice, 'BAM-WC')}: the best of {found['num_points']} settings on validation nodes, "
+        f"# {name}, {words[choice]}, to predict with {how}: the best of {found['num_points']} settings on validation nodes, "
         f"{found['num_seeds']} seeds each (search.py).\n"
         f"# Validation: accuracy {found['accuracy']:.4f}, NLL {found['nll']:.4f}, {found['scaled_nll']:.4f} after "
         "cross-fitted temperature scaling.\n"
@@ -227,31 +238,36 @@ def main() -> None:
     run = commands.add_parser("run", help="search one data set")
     run.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
     run.add_argument("--seeds", type=int, default=5)
-    run.add_argument("--rounds", type=int, default=len(ROUNDS), choices=range(1, len(ROUNDS) + 1))
+    run.add_argument("--first", type=int, default=0, choices=range(len(ROUNDS)), help="number of the first round")
     run.add_argument("--limit", type=float, default=float("inf"), help="seconds; no round begins that would end later")
     run.add_argument("--data", type=Path)
     run.add_argument("--out", type=Path, required=True)
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     pick = commands.add_parser("choose", help="write the configs of the chosen settings")
     pick.add_argument("files", type=Path, nargs="+")
-    pick.add_argument("--out", type=Path, required=True)
+    pick.add_argument("--out", type=Path, required=True, help="folder of the configs")
+    pick.add_argument("--chosen", type=Path, required=True, help="JSON file with all choices")
     arguments = parser.parse_args()
     if arguments.command == "run":
         search(
             arguments.name,
             num_seeds=arguments.seeds,
-            num_rounds=arguments.rounds,
+            rounds=range(arguments.first, len(ROUNDS)),
             limit=arguments.limit,
             data=arguments.data,
             device=arguments.device,
             out=arguments.out,
         )
         return
+    by_name: dict[str, list[dict[str, Any]]] = {}
     for file in arguments.files:
-        rows = read_rows(file)
-        for choice, found in choose(rows).items():
-            path = write_config(rows[0]["dataset"], choice, found, arguments.out)
-            print(path, found)
+        for row in read_rows(file):
+            by_name.setdefault(row["dataset"], []).append(row)
+    chosen = {name: choose(rows) for name, rows in by_name.items()}
+    for name, choices in chosen.items():
+        for choice, found in choices.items():
+            print(write_config(name, choice, found, arguments.out), found)
+    write_json(arguments.chosen, chosen)
 
 
 if __name__ == "__main__":
