@@ -42,6 +42,7 @@ from bayesattn.runs import write_csv
 CLEAN = "clean"
 OUTSIDE = "class left out"
 KINDS = ("soft", "dropout", "nokl", "wc")
+ATTENTION = "-attention"
 NUM_SAMPLES = 20
 TEST_DRAWS = 4
 # members of an ensemble have seeds so far apart
@@ -112,14 +113,15 @@ def train_kind(
 def series_of(kind: str, config: GraphConfig) -> dict[str, str]:
     """Return the series that networks of a kind give, and how each predicts.
 
-    BAM draws all the noise it was trained with; beside it there are its mean and draws of the attention alone.
+    BAM draws all the noise it was trained with; beside it there are its mean and, on the graph that was trained on, draws of
+    the attention alone.
     """
     methods = available_methods(config)
     if kind == "soft":
         return {"soft": "mean"}
     if kind == "dropout":
         return {"dropout": "dropout"}
-    return {kind: methods[-1], f"{kind}-mean": "mean"} | ({f"{kind}-attention": "attention"} if len(methods) > 2 else {})
+    return {kind: methods[-1], f"{kind}-mean": "mean"} | ({kind + ATTENTION: "attention"} if len(methods) > 2 else {})
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def measure_series(kind: str, config: GraphConfig, trained: Trained, asked: Aske
             return draw(trained.model, inputs, method, NUM_SAMPLES, 0, shares_noise=is_gpu).cpu()
 
         home = predict(asked.home)
-        for situation, inputs in {CLEAN: [asked.home], **asked.worse}.items():
+        worse = {} if series.endswith(ATTENTION) else asked.worse
+        for situation, inputs in {CLEAN: [asked.home], **worse}.items():
             drawn = [home] if situation == CLEAN else [predict(one) for one in inputs]
             for index, (seed, graph) in enumerate(zip(trained.seeds, trained.graphs)):
                 members = slice(index * trained.members, (index + 1) * trained.members)
@@ -203,7 +206,7 @@ def study(
     device: str,
     out: Path,
 ) -> list[dict[str, Any]]:
-    """Run the study of one data set and return its rows; they are written after every way of training.
+    """Run the study of one data set and return its rows; they are written after every way and kind.
 
     Args:
         name: As its configs begin: `cora`, with configs `cora-soft-tuned`, `cora-dropout-tuned`, …
@@ -238,7 +241,7 @@ def study(
             for group in train_kind(config, graphs, inputs, seeds, members if kind == "soft" else 1, device):
                 about = {"dataset": name, "trained": way}
                 rows += [{**about, **row} for row in measure_series(kind, config, group, asked)]
-        write_csv(out, rows)
+            write_csv(out, rows)
         longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
         print(f"{name}, {way}: {last - start:.0f} s", flush=True)
     return rows
