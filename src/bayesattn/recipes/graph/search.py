@@ -3,7 +3,7 @@
     python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
     python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out CONFIGS --chosen runs/search/chosen.json
 
-A round fixes learning rate and width and draws `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
+A round fixes learning rate and width and takes `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
 and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's
 networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as
 one network.
@@ -21,6 +21,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +51,47 @@ TOLERANCE = 0.01
 ROUNDS: list[dict[str, Any]] = [
     {"learning_rate": 0.01, "head_dim": 16},
     {"learning_rate": 0.005, "head_dim": 8},
+    {"learning_rate": 0.01, "head_dim": 16},
     {"learning_rate": 0.005, "head_dim": 16},
-    {"learning_rate": 0.02, "head_dim": 8},
 ]
-# of a point, for all kinds
-SHARED: dict[str, list[Any]] = {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]}
-# of a point, by kind; `kl_weight` is of the loss per label, and the config's is per graph
-OWN: dict[str, dict[str, list[Any]]] = {
-    "soft": {},
-    "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0]},
-    "wc": {
-        "attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0],
-        "attention.gamma_beta": [0.1, 1.0],
-        "kl_weight": [0.01, 0.1, 1.0],
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where a round looks.
+
+    Attributes:
+        shared: Settings of all kinds; the round takes `POINTS` of their combinations.
+        own: Further settings by kind; `kl_weight` is of the loss per label, and the config's is per graph.
+    """
+
+    shared: dict[str, list[Any]]
+    own: dict[str, dict[str, list[Any]]]
+
+
+# the first round looks everywhere, the others where it was best on the validation nodes of Cora, Citeseer and PubMed
+BROAD = Grid(
+    {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]},
+    {
+        "soft": {},
+        "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0]},
+        "wc": {
+            "attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0],
+            "attention.gamma_beta": [0.1, 1.0],
+            "kl_weight": [0.01, 0.1, 1.0],
+        },
     },
-}
+)
+FINE = Grid(
+    {"dropout": [0.2, 0.4, 0.5, 0.6], "weight_decay": [1e-4, 5e-4]},
+    {
+        "soft": {},
+        "nokl": {"attention.weibull_k": [0.3, 0.5, 0.7, 1.0]},
+        "wc": {"attention.weibull_k": [0.3, 0.5, 0.7, 1.0], "attention.gamma_beta": [0.1], "kl_weight": [0.3, 1.0, 3.0]},
+    },
+)
+KINDS = tuple(BROAD.own)
+NAMES = (*ROUNDS[0], *BROAD.shared, *BROAD.own["wc"])
 FIXED: dict[str, dict[str, Any]] = {
     "soft": {},
     "nokl": {},
@@ -81,14 +108,13 @@ CHOICES = {
 
 def draw_points(kind: str, number: int) -> list[dict[str, Any]]:
     """Return the settings of a round; those that kinds share are the same for all of them."""
-    pairs = [dict(zip(SHARED, values)) for values in itertools.product(*SHARED.values())]
-    # pairs are drawn without repetition over two rounds; a string seeds Python's generator alike everywhere
-    order = random.Random(f"pairs {number // 2}").sample(pairs, len(pairs))
-    first = (number % 2) * POINTS
+    grid = FINE if number else BROAD
+    pairs = [dict(zip(grid.shared, values)) for values in itertools.product(*grid.shared.values())]
+    # a string seeds Python's generator alike everywhere
+    pairs = random.Random("pairs 0").sample(pairs, len(pairs))[:POINTS]
     own = random.Random(f"{kind} {number}")
     return [
-        {**ROUNDS[number], **pair, **{name: own.choice(values) for name, values in OWN[kind].items()}}
-        for pair in order[first : first + POINTS]
+        {**ROUNDS[number], **pair, **{name: own.choice(values) for name, values in grid.own[kind].items()}} for pair in pairs
     ]
 
 
@@ -104,7 +130,8 @@ def run_round(
     name: str, kind: str, number: int, graphs: Sequence[Graph], inputs: GraphInputs, seeds: Sequence[int], device: str
 ) -> list[dict[str, Any]]:
     """Train all settings and seeds of one kind side by side; a row for every setting, seed and method."""
-    points = draw_points(kind, number)
+    # neighbours with the same noise and prior share the computation of the KL
+    points = sorted(draw_points(kind, number), key=lambda point: [point.get(name, 0.0) for name in BROAD.own["wc"]])
     num_labels = len(graphs[0].splits["train"])
     jobs = [(point, seed) for point in points for seed in seeds]
     configs = [point_config(name, kind, point, num_labels) for point, _ in jobs]
@@ -159,7 +186,7 @@ def search(
     inputs = GraphInputs.of(graphs[0])
     rows: list[dict[str, Any]] = []
     for number in rounds:
-        for kind in OWN:
+        for kind in KINDS:
             rows += run_round(name, kind, number, graphs, inputs, seeds, device)
         write_csv(out, rows)
         now = time.perf_counter()
@@ -172,7 +199,6 @@ def search(
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the chosen setting of each kind of prediction, with its means over seeds and how many it was chosen from."""
-    names = [*ROUNDS[0], *SHARED, *OWN["wc"]]
     chosen = {}
     for choice, (kind, methods) in CHOICES.items():
         points: dict[tuple, list[dict[str, Any]]] = {}
@@ -180,7 +206,7 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             # MC dropout without dropout is soft attention, which chooses for itself
             is_idle = choice == "dropout" and float(row["dropout"]) == 0.0
             if row["kind"] == kind and row["method"] in methods and not is_idle:
-                points.setdefault((row["method"], *(row.get(name, "") for name in names)), []).append(row)
+                points.setdefault((row["method"], *(row.get(name, "") for name in NAMES)), []).append(row)
         means = {
             key: {name: sum(float(row[name]) for row in own) / len(own) for name in ("accuracy", "nll", "scaled_nll")}
             for key, own in points.items()
@@ -189,10 +215,10 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         fine = [key for key, mean in means.items() if mean["accuracy"] >= best - TOLERANCE]
         key = min(fine, key=lambda key: means[key]["scaled_nll"])
         own = points[key]
-        point = {name: float(own[0][name]) for name in names if own[0].get(name, "") != ""}
+        point = {name: float(own[0][name]) for name in NAMES if own[0].get(name, "") != ""}
         about = {
             "num_points": len({other[1:] for other in points}),
-            "num_seeds": len(own),
+            "num_seeds": len({row["seed"] for row in own}),
             "num_labels": int(own[0]["num_labels"]),
         }
         chosen[choice] = {"kind": kind, "method": key[0], "point": point, **about, **means[key]}
