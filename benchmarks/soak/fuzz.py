@@ -1,9 +1,10 @@
-"""Feed broken files to everything that reads a config, a run folder or a checkpoint, and count how it ends.
+"""Feed broken files to everything that reads a config, a run folder, a checkpoint or data, and count how it ends.
 
     python benchmarks/soak/fuzz.py --inputs 100000
 
-An input is accepted, or refused by a ValueError (which the command line turns into one line) of bounded length. Anything
-else is a defect: another exception, or more than ten seconds. The first one is shown with its input, and ends the run.
+An input is accepted, or refused by a ValueError or OSError (which the command line turns into one line) of bounded length.
+Anything else is a defect: another exception, or more than ten seconds. Each kind is shown once, with its input; any ends the
+run with an error.
 """
 
 import argparse
@@ -12,11 +13,13 @@ import random
 import signal
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from data_files import DataTargets
 
 from bayesattn import recipes, runs
 from bayesattn.recipes import _runs, _state
@@ -106,6 +109,7 @@ class Targets:
             "state": lambda: self.file("state.safetensors", lambda: _state.read_state(run / "state.safetensors")),
             "predictions' metadata": self.predictions_metadata,
             "predictions": lambda: self.file("predictions.safetensors", lambda: runs.read_predictions(run)),
+            **DataTargets(folder, draw, mutate).all,
         }
 
     def config_file(self) -> object:
@@ -156,6 +160,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     ends, slowest, began = Counter(), 0.0, time.monotonic()
+    defects: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         targets = Targets(Path(folder), random.Random(arguments.seed))
         names = list(targets.all)
@@ -166,12 +171,13 @@ def main() -> None:
             try:
                 targets.all[name]()
                 end, length = "accepted", 0
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 end, length = "refused", len(str(error))
-            except BaseException as error:
-                raise SystemExit(
-                    f"{name}, input {number} of seed {arguments.seed}: {type(error).__name__}: {error}"
-                ) from error
+            except Exception as error:
+                end, length = "defect", 0
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                kind = f"{name}: {type(error).__name__} in {Path(place.filename).name}, line {place.lineno}"
+                defects.setdefault(kind, f"input {number} of seed {arguments.seed}: {str(error)[:200]}")
             finally:
                 signal.alarm(0)
             ends[f"{name}: {end}"] += 1
@@ -179,6 +185,8 @@ def main() -> None:
             slowest = max(slowest, time.monotonic() - start)
     facts = {"inputs": arguments.inputs, "seed": arguments.seed, "ends": dict(sorted(ends.items()))}
     print(json.dumps({**facts, "slowest_seconds": round(slowest, 3), "seconds": round(time.monotonic() - began, 1)}))
+    if defects:
+        raise SystemExit("\n".join(f"{kind}, {text}" for kind, text in defects.items()))
 
 
 if __name__ == "__main__":

@@ -169,7 +169,10 @@ def empty_boxes(folder):
         (lambda folder: (folder / "cocobu_att" / "101.npz").unlink(), "missing from the features: '101'"),
         (empty_boxes, "images without a region: '101'"),
         (lambda folder: (folder / "cocobu_att" / "101.npz").write_bytes(b"PK"), "101.npz cannot be read"),
-        (lambda folder: np.savez(folder / "cocobu_att" / "101.npz", x=np.zeros((2, 2))), "allowed: feat"),
+        (
+            lambda folder: np.savez(folder / "cocobu_att" / "101.npz", x=np.zeros((2, 2))),
+            "lacks 'feat'; allowed: an npz file with feat",
+        ),
     ],
 )
 def test_damaged_coco_is_refused(damage, message, tmp_path):

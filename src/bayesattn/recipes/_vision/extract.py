@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from bayesattn.recipes._arrays import check_numbers, read_npz
 from bayesattn.recipes._vision.features import write_regions
 from bayesattn.recipes._vision.images import ImageSource
 
@@ -99,8 +100,8 @@ def grid_features(
 
 
 def _read_components(path: Path) -> tuple[Float[Tensor, " c"], Float[Tensor, "d c"]]:
-    try:
-        with np.load(path, allow_pickle=False) as meta:
-            return torch.from_numpy(meta["mean"].astype(np.float32)), torch.from_numpy(meta["components"].astype(np.float32))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"project {path} cannot be read: {error}; allowed: an npz file with mean and components") from None
+    found = read_npz(path, ("mean", "components"))
+    mean, components = (
+        check_numbers(found[name], ndim, f"{name} of {path}") for name, ndim in (("mean", 1), ("components", 2))
+    )
+    return torch.from_numpy(mean.astype(np.float32)), torch.from_numpy(components.astype(np.float32))

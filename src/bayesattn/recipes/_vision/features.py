@@ -5,10 +5,7 @@ regions exist. The mask comes from the files, never from zeros in the features: 
 padding look like regions.
 """
 
-import io
 import json
-import lzma
-import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -20,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from bayesattn.recipes._arrays import check_numbers, read_npz, read_packed_npy
 from bayesattn.runs import read_tensors, write_tensors
 
 REGIONS_SCHEMA = "bayesattn.regions/1"
@@ -121,13 +119,12 @@ def load_grid_features(stem: Path) -> StoredRegions:
     of some variance on every component is what the same noise on every channel of the backbone projects to.
     """
     meta_path, values_path = Path(f"{stem}_meta.npz"), Path(f"{stem}_int8.npy.xz")
-    try:
-        with np.load(meta_path, allow_pickle=False) as meta:
-            names, step = [str(name) for name in meta["names"]], meta["step"].astype(np.float32)
-        with lzma.open(values_path) as file:
-            stored = np.load(io.BytesIO(file.read()), allow_pickle=False)
-    except (OSError, ValueError, KeyError, EOFError, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise ValueError(f"features {stem} cannot be read: {error}") from None
+    meta = read_npz(meta_path, ("names", "step"))
+    step = check_numbers(meta["step"], 1, f"step of {meta_path}").astype(np.float32)
+    if meta["names"].ndim != 1:
+        raise ValueError(f"names of {meta_path} has shape {meta['names'].shape}; allowed: one name an image")
+    names = [str(name) for name in meta["names"]]
+    stored = read_packed_npy(values_path)
     if stored.ndim != 3 or stored.dtype != np.int8 or stored.shape[:2] != (len(step), len(names)):
         expected = f"({len(step)}, {len(names)}, regions) of int8"
         raise ValueError(f"{values_path} has shape {stored.shape} of {stored.dtype}; allowed: {expected}")
@@ -177,12 +174,16 @@ class NpzFolder(Regions):
         arrays = self._read(index)
         if not {"bbox", "image_w", "image_h"} <= arrays.keys():
             return None
-        width, height = float(arrays["image_w"]), float(arrays["image_h"])
-        return torch.from_numpy(arrays["bbox"].astype(np.float32)) / torch.tensor([width, height, width, height])
+        path = self._files[self.names[index]]
+        bbox = check_numbers(arrays["bbox"], 2, f"bbox of {path}")
+        width, height = (float(check_numbers(arrays[name], 0, f"{name} of {path}")) for name in ("image_w", "image_h"))
+        if bbox.shape[1] != 4 or not (width > 0.0 and height > 0.0):
+            raise ValueError(f"{path}: bbox has shape {bbox.shape} in an image of {width} x {height}; allowed: (regions, 4)")
+        return torch.from_numpy(bbox.astype(np.float32)) / torch.tensor([width, height, width, height])
 
     def _regions(self, index: int) -> Float[Tensor, "r d"]:
         name, found = self.names[index], self._read(index)["x"]
-        if found.ndim != 2 or found.shape[0] != self.dim:
+        if found.shape[0] != self.dim:
             raise ValueError(f"{self._files[name]}: x has shape {found.shape}; allowed: ({self.dim}, regions)")
         if found.shape[1] == 0:
             raise ValueError(f"images without a region: {name!r}; allowed: at least one region each")
@@ -190,13 +191,8 @@ class NpzFolder(Regions):
 
     def _read(self, index: int) -> dict[str, Any]:
         path = self._files[self.names[index]]
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files if name in ("x", "bbox", "image_w", "image_h")}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"features {path} cannot be read: {error}") from None
-        if "x" not in arrays:
-            raise ValueError(f"features {path} lack the array 'x'; allowed: x (channels, regions)")
+        arrays = read_npz(path, ("x",), optional=("bbox", "image_w", "image_h"))
+        check_numbers(arrays["x"], 2, f"x of {path}")
         return arrays
 
 

@@ -10,17 +10,16 @@ an error.
 
 import json
 import lzma
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from bayesattn.recipes._arrays import check_numbers, read_npz
 from bayesattn.recipes._vision.features import NpzFolder, Regions, load_grid_features
 from bayesattn.recipes._vision.ids import positions
 from bayesattn.recipes._vision.images import ImageSource
@@ -126,7 +125,7 @@ def load_coco(folder: Path) -> CaptionData:
             name = str(image["cocoid"])
             names[places[image["split"]]].append(name)
             captions.setdefault(name, []).extend(str(sentence["raw"]) for sentence in image["sentences"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not Karpathy's split of COCO: {type(error).__name__}: {error}") from None
     return pair(names, captions, BottomUpFolder(folder / "cocobu_att"))
 
@@ -184,11 +183,7 @@ class BottomUpFolder(NpzFolder):
 
     def _read(self, index: int) -> dict[str, Any]:
         path = self._files[self.names[index]]
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                return {"x": file["feat"].T}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"features {path} cannot be read: {error}; allowed: feat (regions, channels)") from None
+        return {"x": check_numbers(read_npz(path, ("feat",))["feat"], 2, f"feat of {path}").T}
 
 
 def _one_of(folder: Path, names: Sequence[str]) -> Path:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from bayesattn.recipes._arrays import check_numbers, read_npz
 
 SPLITS = ("train", "validation", "test")
 
@@ -179,16 +180,20 @@ def load_heterophilous(folder: Path, name: str, split: int) -> Graph:
     """Read one of the heterophilous graphs: an npz file with ten official splits, opened without pickle."""
     path = folder / f"{name}.npz"
     names = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
-    try:
-        # opened here, because numpy forgets to close a broken file
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            features, labels, edges, *masks = (file[part] for part in names)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; allowed: the files of the heterophilous graphs") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if features.ndim != 2 or edges.ndim != 2 or edges.shape[1] != 2 or any(mask.shape[1:] != labels.shape for mask in masks):
-        raise ValueError(f"arrays of {path} do not fit together; allowed: one row a node, two ends an edge")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; allowed: the files of the heterophilous graphs")
+    found = read_npz(path, names)
+    dimensions = (2, 1, 2, 2, 2, 2)
+    features, labels, edges, *masks = (
+        check_numbers(found[part], ndim, f"{part} of {path}") for part, ndim in zip(names, dimensions)
+    )
+    n = len(features)
+    if edges.shape[1] != 2 or any(mask.shape != (len(masks[0]), n) for mask in masks):
+        shapes = [found[part].shape for part in names]
+        raise ValueError(f"the arrays of {path} have shapes {shapes}; allowed: edges of two ends, masks of {n} nodes")
+    # a class that no node has is possible, more classes than nodes are not
+    if not n or labels.min() < 0 or labels.max() >= n:
+        raise ValueError(f"node_labels of {path} are not the classes of {n} nodes; allowed: 0 to {n - 1}")
     if not 0 <= split < len(masks[0]):
         raise ValueError(f"split is {split}; allowed for {name}: 0 to {len(masks[0]) - 1}")
     labels = torch.from_numpy(labels).long()

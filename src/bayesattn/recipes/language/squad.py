@@ -105,11 +105,17 @@ def parse(text: str, where: str) -> list[Question]:
         raise ValueError(f"{where}, line {error.lineno}: not JSON ({error.msg})") from None
     except (KeyError, TypeError):
         raise ValueError(f"{where} has no 'data'; allowed: SQuAD's JSON layout") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply; allowed: SQuAD's JSON layout") from None
     questions = []
-    for article in articles:
-        for paragraph in article["paragraphs"]:
-            for entry in paragraph["qas"]:
-                questions.append(_question(entry, paragraph["context"], article.get("title", ""), where))
+    try:
+        for article in articles:
+            for paragraph in article["paragraphs"]:
+                for entry in paragraph["qas"]:
+                    questions.append(_question(entry, paragraph["context"], article.get("title", ""), where))
+    except (KeyError, TypeError, AttributeError) as error:
+        last = f" after question {questions[-1].id!r}" if questions else ""
+        raise ValueError(f"{where} is not in SQuAD's layout{last}: {type(error).__name__}: {error}") from None
     return questions
 
 
@@ -117,7 +123,7 @@ def _question(entry: dict[str, Any], context: str, title: str, where: str) -> Qu
     try:
         answers = () if entry.get("is_impossible") else tuple((a["text"], int(a["answer_start"])) for a in entry["answers"])
         question = Question(str(entry["id"]), entry["question"], context, answers, title)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{where}, question {entry.get('id')!r}: {error} is missing or of a wrong kind") from None
     if not question.question.strip() or not context.strip():
         raise ValueError(f"{where}, question {question.id!r}: question or context is empty; allowed: texts")

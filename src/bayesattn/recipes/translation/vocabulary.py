@@ -55,12 +55,18 @@ class Vocabulary:
         """Read `vocabulary.json`."""
         path = folder / FILE
         try:
-            return cls(Tokenizer.from_str(path.read_text(encoding="utf-8")))
+            found = cls(Tokenizer.from_str(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from None
         # the Rust library raises plain exceptions
         except Exception as error:
             raise RunError(f"{path} is not a vocabulary: {error}") from None
+        numbers = found._tokenizer.get_vocab()
+        if sorted(numbers.values()) != list(range(len(numbers))) or [numbers.get(word) for word in SPECIAL] != [*range(4)]:
+            raise RunError(
+                f"{path} is not a vocabulary: allowed are numbers from 0 without gaps, {', '.join(SPECIAL)} first"
+            )
+        return found
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()

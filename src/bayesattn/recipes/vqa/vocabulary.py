@@ -111,8 +111,11 @@ class Vocabulary:
         """Read back what `to_tensor` wrote."""
         try:
             words, answers, max_words = json.loads(bytes(content.tolist()).decode())
-        except (UnicodeDecodeError, json.JSONDecodeError, TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the checkpoint's vocabulary cannot be read: {error}") from None
+        lists = isinstance(words, list) and isinstance(answers, list) and all(isinstance(w, str) for w in (*words, *answers))
+        if not lists or type(max_words) is not int or max_words < 1:
+            raise ValueError("the checkpoint's vocabulary cannot be read; allowed: words, answers and the longest question")
         return cls((*RESERVED, *words), tuple(answers), max_words)
 
 

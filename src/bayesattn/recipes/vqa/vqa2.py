@@ -53,7 +53,7 @@ def _read_split(folder: Path, coco: str) -> list[Question]:
                 raise ValueError(f"question {number} has no answer; allowed: at least one")
             name = f"COCO_{coco}_{int(entry['image_id']):012d}.jpg"
             questions.append(Question(name, str(entry["question"]), answers, str(annotation["answer_type"])))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{asked_path} or {answered_path} is not in VQA-v2's format: {error!r}") from None
     return questions
 
@@ -81,5 +81,5 @@ def read_images(folder: Path) -> ImageSource:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
