@@ -111,7 +111,8 @@ def plot(one: list[float], two: list[float], path: Path) -> None:
     axis.plot([1, 2], [medians[0], 2 * medians[0]], "--", color="grey", label="ideal")
     axis.set_xticks([1, 2], ["1 process", "2 processes"])
     axis.set_ylabel("examples / second")
-    axis.set_title(f"Weak scaling: {medians[1] / medians[0]:.2f} ×", fontsize=10)
+    ratio = statistics.median(second / first for first, second in zip(one, two))
+    axis.set_title(f"Weak scaling: {ratio:.2f} ×, median of {len(one)} rounds", fontsize=10)
     axis.legend(frameon=False)
     figure.savefig(path, dpi=150)
 

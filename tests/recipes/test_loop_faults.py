@@ -166,6 +166,19 @@ def test_progress_without_a_terminal_is_a_line_with_rate_and_time_left(monkeypat
     assert out.getvalue() == "training: step 50 of 100, 1/s, 0:00:50 left\n"
 
 
+def test_the_bar_shows_slow_rates_too():
+    from rich.progress import Progress
+
+    clock = [0.0]
+    display = Progress(_train._Rate(), get_time=lambda: clock[0])
+    task = display.add_task("training", total=10)
+    for _ in range(3):
+        clock[0] += 4.0
+        display.advance(task)
+    # a step in four seconds, which 0/s would hide
+    assert _train._Rate().render(display.tasks[0]).plain == "0.25/s"
+
+
 def test_only_the_first_process_shows_progress(monkeypatch, capsys):
     from rich.console import Console
 

@@ -206,7 +206,7 @@ class _Rate(ProgressColumn):
     """Steps per second, averaged by rich over the last half minute."""
 
     def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.0f}/s", style="progress.data.speed")
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s", style="progress.data.speed")
 
 
 @contextmanager
