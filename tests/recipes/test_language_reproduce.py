@@ -12,7 +12,6 @@ from language_files import call, sentiment_data
 from rich.console import Console
 
 from bayesattn.recipes.language import reproduce as reproducing
-from bayesattn.recipes.language import train as training
 from bayesattn.recipes.language.reproduce import ROWS, _in_order, _members, _plan, reproduce
 from bayesattn.recipes.language.table import section
 from bayesattn.recipes.language.tasks import TASKS
@@ -158,15 +157,6 @@ def test_means_are_those_of_the_draws(table):
     draws, means = (reproducing.read_predictions(folder).splits["words-1"].samples for folder in (run, run / "means"))
     assert draws["attention"].shape[0] == reproducing.NUM_SAMPLES
     assert torch.equal(means["attention"], draws["attention"].mean(dim=0, keepdim=True))
-
-
-def test_variant_may_have_a_config_of_its_own(tmp_path, monkeypatch):
-    for name, rate in (("mrpc", "1e-5"), ("mrpc-soft", "2e-5")):
-        (tmp_path / f"{name}.yaml").write_text(f"task: mrpc\ntraining:\n  learning_rate: {rate}\n")
-    monkeypatch.setattr(reproducing, "CONFIGS", tmp_path)
-    monkeypatch.setattr(training, "CONFIGS", tmp_path)
-    rates = {v: reproducing.row_config("mrpc", v).training.learning_rate for v in ("soft", "BAM-WC", "BAM-NOKL")}
-    assert rates == {"soft": 2e-5, "BAM-WC": 1e-5, "BAM-NOKL": 1e-5}
 
 
 def test_ensembles_that_share_members_have_no_interval_and_no_test():

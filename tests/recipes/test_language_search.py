@@ -59,6 +59,15 @@ def test_trials_take_turns_between_the_grids(tmp_path):
     assert {trial.config.seed for trial in found} == {100, 101}
 
 
+def test_part_of_the_grids_is_what_has_all_the_settings(tmp_path):
+    only = ["training.learning_rate=5e-05", "training.epochs=6"]
+    found = trials(["rte"], list(GRIDS), 1, TINY, tmp_path, only)
+    assert [trial.variant for trial in found] == [*GRIDS, *GRIDS]
+    assert all(set(only) <= set(trial.settings) for trial in found)
+    with pytest.raises(ValueError, match=r"only is \['seed=1'\], which no setting has; allowed, for instance: training"):
+        trials(["rte"], list(GRIDS), 1, TINY, tmp_path, ["seed=1"])
+
+
 def fake_trial(folder, rate, task, accuracy, nll):
     config = searching.load_config(task, [*TINY, f"training.learning_rate={rate}"])
     trial = Trial("soft", (f"training.learning_rate={rate}",), dataclasses.replace(config, seed=100), folder)

@@ -286,23 +286,11 @@ def _precision(settings: Sequence[str]) -> list[str]:
     return ["training.precision=bf16"] if torch.cuda.is_available() and not is_set else []
 
 
-def row_config(name: str, variant: str, settings: Sequence[str] = ()) -> LanguageConfig:
-    """Return the settings of a trained variant: of its own config (`mrpc-soft`) where there is one, else the task's."""
-    own = f"{name}-{variant.removeprefix('BAM-').lower()}"
-    config = load_config(own if own in config_names(CONFIGS) else name, settings)
-    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, variant=variant))
-
-
 def _plan(name: str, rows: Sequence[str], num_seeds: int, settings: Sequence[str], data, noise, out: Path) -> Plan:
-    kind = find_task(load_config(name, settings).task).kind
-    possible = tuple(row for row in rows if row not in _NOT_FOR.get(kind, ()))
-    configs = {ROWS[row][0]: row_config(name, ROWS[row][0], settings) for row in possible}
-    for field in ("task", "encoder", "max_length", "train_size", "source"):
-        values = {getattr(config, field) for config in configs.values()}
-        if len(values) > 1:
-            raise ValueError(
-                f"{field} of the variants of {name} is {values}; allowed: the same for all, they share their data"
-            )
+    base = load_config(name, settings)
+    possible = tuple(row for row in rows if row not in _NOT_FOR.get(find_task(base.task).kind, ()))
+    variants = dict.fromkeys(ROWS[row][0] for row in possible)
+    configs = {v: dataclasses.replace(base, attention=dataclasses.replace(base.attention, variant=v)) for v in variants}
     return Plan(name, configs, possible, num_seeds, data, noise, out)
 
 
