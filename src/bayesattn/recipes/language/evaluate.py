@@ -53,7 +53,7 @@ from bayesattn.runs import (
 ANSWERS_SCHEMA = "bayesattn.answers/1"
 BATCH_SIZE = 64
 # tokens per forward pass, draws included: bounds the memory of the activations
-TOKENS_PER_PASS = {"cuda": 2**19, "cpu": 2**13}
+TOKENS_PER_PASS = {"cuda": 2**18, "cpu": 2**13}
 # draws behind every candidate of `tune_noise`
 TUNING_SAMPLES = 10
 
