@@ -115,6 +115,30 @@ def test_keys_and_prior_are_computed_once_for_all_steps_and_captions():
     assert sorted(seen) == [("key_proj", 2), ("weights.bayes_prior", 2)]
 
 
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LF"])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_steps_planned_together_equal_single_steps(variant, is_training):
+    """Outputs, weights, KL and gradients; with next to no noise, and no dropout, since the draws are not the same ones."""
+    options = {"weibull_k": 1e6} if variant == "BAM-WC" else {"sigma_q": 1e-6} if variant == "BAM-LF" else {}
+    model = small_model(variant, kl_reduction="sum", **options)
+    model.dropout.p = 0.0
+    model.train(is_training)
+    regions, words = torch.randn(3, REGIONS, FEATURES), torch.randint(0, 13, (3, 6))
+    goes_on = torch.tensor([6, 2, 4])[:, None] > torch.arange(6)
+    found = []
+    for unroll in (model._unroll, model._unroll_planned):
+        with record_kl() as kl:
+            image = model.look(regions)
+            hidden, weights = unroll(model.read(words).unbind(1), model.start(image), image, goes_on)
+        total = hidden[goes_on].square().sum() + (kl.total() if is_training and variant != "soft" else 0.0)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(total, [model.get_parameter(name) for name in names], allow_unused=True)
+        found.append([hidden[goes_on], weights[goes_on], total, *(g for g in gradients if g is not None)])
+    for single, planned in zip(*found, strict=True):
+        # noise of 1e-6 in the weights; sums over some dozens of entries
+        torch.testing.assert_close(planned, single, rtol=1e-4, atol=1e-4)
+
+
 def test_positions_select_steps_of_the_whole():
     model = small_model().eval()
     regions, words = torch.randn(2, REGIONS, FEATURES), torch.randint(13, (2, 4))

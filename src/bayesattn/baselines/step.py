@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bayesattn import noise
+from bayesattn import keyed, noise
 from bayesattn.baselines._base import RivalWeights
 from bayesattn.baselines.config import AttentionChoice
 from bayesattn.baselines.dropout import DropoutWeights
@@ -16,6 +16,8 @@ from bayesattn.baselines.sampled_kl import SampledKLWeights
 from bayesattn.config import AttentionConfig
 from bayesattn.nn import AdditiveAttention, BayesianWeights
 from bayesattn.ops.attention.kl import kl_from_scores
+from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.recording import is_observing_entropy, note_entropy
 
 # variant: its weights; the others are soft attention with something around it
 WEIGHTS: dict[str, type[RivalWeights]] = {
@@ -102,7 +104,8 @@ class StepAttention(AdditiveAttention):
         closed = torch.zeros((b, 1, n), device=mask.device).masked_fill(~mask.unsqueeze(1), -math.inf)
         if not self.weights.is_sampling:
             return closed
-        return closed + noise.log_noise(None, (b, 1, num_steps, n), config, device=mask.device).squeeze(1)
+        seed = keyed.next_seeds(b, mask.device)
+        return closed + noise.log_noise(seed, (b, 1, num_steps, n), config, device=mask.device).squeeze(1)
 
     def record_steps(
         self,
@@ -112,6 +115,7 @@ class StepAttention(AdditiveAttention):
         *,
         mask: Bool[Tensor, "b n"],
         steps: Bool[Tensor, "b t"],
+        prior: Float[Tensor, "b 1 1 n"] | None = None,
     ) -> Float[Tensor, "..."]:
         """Record the KL of all steps at once and return `output`: the same sum as one record a step, without padded steps.
 
@@ -123,14 +127,20 @@ class StepAttention(AdditiveAttention):
             key: Read by the contextual prior.
             mask: True for keys that exist.
             steps: True for steps that count.
+            prior: ln Ψ of the keys, where `prepare` has computed it; None computes it from `key`.
         """
         weights = self.weights
-        if not weights.needs_kl:
+        if not (weights.needs_kl or is_observing_entropy()):
             return output
         rows = (mask.unsqueeze(1) & steps.unsqueeze(2)).unsqueeze(1)
         with torch.autocast(scores.device.type, enabled=False):
             full = scores.to(torch.promote_types(scores.dtype, torch.float32)).unsqueeze(1)
-            kl = kl_from_scores(full, weights.log_prior(key, mask.unsqueeze(1)), rows, weights.config)
+            if is_observing_entropy():
+                note_entropy(masked_softmax(full.detach(), rows), rows)
+            if not weights.needs_kl:
+                return output
+            prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
+            kl = kl_from_scores(full, prior, rows, weights.config)
             if weights.config.kl_reduction != "sum":
                 # a mean over rows, or over the entries of rows of equal length: as a sum over steps
                 kl = kl * steps.sum(dim=1)

@@ -15,6 +15,7 @@ from bayesattn.baselines import (
 )
 from bayesattn.baselines.gaussian import kl_gaussian
 from bayesattn.baselines.sampled_kl import sampled_kl
+from bayesattn.keyed import keyed_noise
 from bayesattn.nn import MultiheadAttention
 from bayesattn.recipes._train import build_config
 from helpers import (
@@ -262,3 +263,15 @@ def test_bad_values_are_named(options, message, monkeypatch):
     no_type_checks(monkeypatch)
     with pytest.raises(ValueError, match=message):
         AttentionChoice(**options)
+
+
+def test_the_planned_noise_of_an_example_depends_on_its_seed_alone():
+    attention = build_step_attention(AttentionChoice("BAM-WC"), 5, 7, 3).train()
+    mask, seeds = torch.ones(3, 11, dtype=torch.bool), torch.tensor([101, 202, 303])
+    with keyed_noise(seeds):
+        first, second = attention.plan_bias(mask, 4), attention.plan_bias(mask, 4)
+    order = torch.tensor([2, 0, 1])
+    with keyed_noise(seeds[order]):
+        again = attention.plan_bias(mask, 4)
+    assert torch.equal(again, first[order])
+    assert not torch.equal(first, second)

@@ -6,9 +6,11 @@
     c_t   = f ⊙ c_{t−1} + i ⊙ g,    h_t = o ⊙ tanh(c_t)
 
 The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
-is embedded and projected once; each caption then takes its image's rows.
+is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
+attention allows it, the noise of all steps is drawn before the first and the KL computed after the last.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from bayesattn.nn import AdditiveAttention
+from bayesattn.baselines import StepAttention
 from bayesattn.recipes.captioning.vocabulary import Vocabulary
 
 
@@ -70,7 +72,7 @@ class Att2in(nn.Module):
 
     def __init__(
         self,
-        attention: AdditiveAttention,
+        attention: StepAttention,
         vocabulary: Vocabulary,
         *,
         feature_dim: int,
@@ -109,7 +111,11 @@ class Att2in(nn.Module):
         return self.word_proj(self.dropout(torch.relu(self.word_embed(words))))
 
     def step(
-        self, read: Float[Tensor, "c five_d"], state: State, image: Image, mask: Bool[Tensor, "c n"] | None = None
+        self,
+        read: Float[Tensor, "c five_d"],
+        state: State,
+        image: Image,
+        mask: Bool[Tensor, "c n"] | None = None,
     ) -> tuple[State, Float[Tensor, "c n"]]:
         """Read one word; return the new state and the attention weights.
 
@@ -119,12 +125,22 @@ class Att2in(nn.Module):
             image: What to look at.
             mask: Regions to look at, if not all that exist.
         """
-        hidden, cell = state
         context, weights = self.attention(
-            hidden.unsqueeze(1), image.keys, mask=image.mask if mask is None else mask, prepared=image.prepared
+            state[0].unsqueeze(1), image.keys, mask=image.mask if mask is None else mask, prepared=image.prepared
         )
-        sums = read + self.hidden_proj(hidden)
-        return maxout_lstm(sums, self.view_proj(context.squeeze(1)), cell), weights.squeeze(1)
+        return self._feel(read, state, context), weights.squeeze(1)
+
+    def planned_step(
+        self, read: Float[Tensor, "c five_d"], state: State, image: Image, bias: Float[Tensor, "c 1 n"]
+    ) -> tuple[State, Float[Tensor, "c 1 n"], Float[Tensor, "c 1 n"]]:
+        """Read one word with the noise of `plan_bias`; return the new state, the scores Φ and the attention weights."""
+        scores = self.attention.scores(state[0].unsqueeze(1), image.prepared[0])
+        weights = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias, dim=-1)
+        return self._feel(read, state, weights.to(image.keys.dtype) @ image.keys), scores, weights
+
+    def _feel(self, read: Float[Tensor, "c five_d"], state: State, context: Float[Tensor, "c 1 d"]) -> State:
+        hidden, cell = state
+        return maxout_lstm(read + self.hidden_proj(hidden), self.view_proj(context.squeeze(1)), cell)
 
     def forward(
         self,
@@ -144,7 +160,7 @@ class Att2in(nn.Module):
             words: What has been said before each step; the first is a boundary.
             region_mask: True for regions that exist; all if None.
             image_rows: Which image each caption is about; the first caption is about the first image if None.
-            lengths: Steps of each caption. Steps after its end look at nothing, so that they have no KL.
+            lengths: Steps of each caption; steps after its end have no KL.
             positions: Steps wanted, as places in the flattened `c t`; the result is then `p v`, else `c t v`.
             need_weights: Whether to return weights.
         """
@@ -154,18 +170,45 @@ class Att2in(nn.Module):
         state, num_steps = self.start(image), words.shape[1]
         # unbound, not indexed: the gradient of an index is a whole array of zeros at every step
         reads = self.read(words).unbind(1)
-        masks: list[Tensor | None] = [None] * num_steps
-        if lengths is not None:
-            goes_on = lengths[:, None] > torch.arange(num_steps, device=words.device)
+        goes_on = None if lengths is None else lengths[:, None] > torch.arange(num_steps, device=words.device)
+        if self.attention.is_plannable:
+            hidden, weights = self._unroll_planned(reads, state, image, goes_on)
+        else:
+            hidden, weights = self._unroll(reads, state, image, goes_on)
+        if positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, positions)
+        logits = self.head(self.dropout(hidden))
+        return (logits, weights) if need_weights else logits
+
+    def _unroll(
+        self, reads: Sequence[Tensor], state: State, image: Image, goes_on: Bool[Tensor, "c t"] | None
+    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
+        """Return the states and weights of all steps; the attention draws and records at each."""
+        masks: Sequence[Tensor | None] = [None] * len(reads)
+        if goes_on is not None:
             masks = [image.mask & step for step in goes_on.unsqueeze(2).unbind(1)]
         states, weights = [], []
         for read, mask in zip(reads, masks, strict=True):
             state, seen = self.step(read, state, image, mask)
             states.append(state[0])
-            if need_weights:
-                weights.append(seen)
+            weights.append(seen)
+        return torch.stack(states, dim=1), torch.stack(weights, dim=1)
+
+    def _unroll_planned(
+        self, reads: Sequence[Tensor], state: State, image: Image, goes_on: Bool[Tensor, "c t"] | None
+    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
+        """Return the same with all noise drawn first and the KL recorded last, of steps up to a caption's end."""
+        bias = self.attention.plan_bias(image.mask, len(reads))
+        biases = bias.expand(-1, len(reads), -1).split(1, dim=1)
+        states, scores, weights = [], [], []
+        for read, noise in zip(reads, biases, strict=True):
+            state, found, seen = self.planned_step(read, state, image, noise)
+            states.append(state[0])
+            scores.append(found)
+            weights.append(seen)
         hidden = torch.stack(states, dim=1)
-        if positions is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, positions)
-        logits = self.head(self.dropout(hidden))
-        return (logits, torch.stack(weights, dim=1)) if need_weights else logits
+        steps = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        hidden = self.attention.record_steps(
+            hidden, torch.cat(scores, dim=1), image.keys, mask=image.mask, steps=steps, prior=image.prepared[1]
+        )
+        return hidden, torch.cat(weights, dim=1)

@@ -1,7 +1,5 @@
 """Graphs with labelled nodes: what every loader returns, its checks, and the registry of data sets by name."""
 
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
