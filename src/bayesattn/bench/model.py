@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from bayesattn.bench.harness import Row, Suite
+from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.nn import TransformerEncoderLayer
 from bayesattn.recording import record_kl
@@ -54,4 +54,6 @@ def run(device: str) -> list[Row]:
                 compiled = cast(nn.Module, torch.compile(model, fullgraph=True))
                 step = training_step(compiled, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
                 suite.run(case, provider, "compiled train step", step)
+                plain = training_step(model, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
+                suite.run(case, provider, "train step, CUDA graph", recorded(plain))
     return suite.rows
