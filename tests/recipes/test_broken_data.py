@@ -41,7 +41,7 @@ def test_a_whole_graph_is_read(tmp_path):
         ("node_labels", np.array(3), "node_labels of .* has shape"),
         ("node_labels", GRAPH["node_labels"] * 2**40, "not the classes of 6 nodes"),
         ("edges", np.arange(6), "edges of .* has shape"),
-        ("edges", np.zeros((3, 3), int), "edges of two ends"),
+        ("edges", np.zeros((3, 3), int), "two ends an edge"),
         ("train_masks", np.array(True), "train_masks of .* has shape"),
         ("test_masks", np.ones((1, 5), bool), "masks of 6 nodes"),
     ],

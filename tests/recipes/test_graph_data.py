@@ -120,7 +120,7 @@ def test_broken_npz_files_are_named(tmp_path):
     path.write_bytes(whole[:150] + bytes([whole[150] ^ 0xFF]) + whole[151:])
     with pytest.raises(ValueError, match=r"actor\.npz cannot be read"):
         load_heterophilous(tmp_path, "actor", 0)
-    _write_npz(path, edges=np.array([0, 1, 2]))
+    _write_npz(path, edges=np.array([[0, 1, 2]]))
     with pytest.raises(ValueError, match="do not fit together"):
         load_heterophilous(tmp_path, "actor", 0)
     _write_npz(path, edges=np.array([[0, 9]]))

@@ -188,7 +188,9 @@ def load_heterophilous(folder: Path, name: str, split: int) -> Graph:
     n = len(features)
     if edges.shape[1] != 2 or any(mask.shape != (len(masks[0]), n) for mask in masks):
         shapes = [found[part].shape for part in names]
-        raise ValueError(f"the arrays of {path} have shapes {shapes}; allowed: edges of two ends, masks of {n} nodes")
+        raise ValueError(
+            f"arrays of {path} do not fit together: shapes {shapes}; allowed: two ends an edge, masks of {n} nodes"
+        )
     # a class that no node has is possible, more classes than nodes are not
     if not n or labels.min() < 0 or labels.max() >= n:
         raise ValueError(f"node_labels of {path} are not the classes of {n} nodes; allowed: 0 to {n - 1}")
