@@ -172,6 +172,22 @@ def test_death_during_a_checkpoint_write_loses_nothing(tmp_path, uninterrupted, 
     assert not list(tmp_path.rglob(".*.part"))
 
 
+def test_what_safetensors_leaves_when_it_is_killed_goes_too(tmp_path, uninterrupted):
+    """It writes into a file with a name of its own beside the one it was given; found by killing."""
+    with pytest.raises(Killed):
+        run(tmp_path, kill_at=7)
+    left = [tmp_path / "checkpoints" / ".tmp8IfYBl", tmp_path / ".tmpA1b2C3"]
+    others = [tmp_path / ".tmp-of-mine", tmp_path / ".tmpdir1" / "x"]
+    others[1].parent.mkdir()
+    for path in (*left, *others):
+        path.write_bytes(b"half")
+    run(tmp_path, resume=True)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+    assert not (tmp_path / "checkpoints").exists()
+    assert_same_results(tmp_path, uninterrupted)
+
+
 def damage(path, how):
     content = path.read_bytes()
     if how == "truncated":

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,9 +58,11 @@ def _to_disk(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed."""
-    for path in folder.glob(".*.part"):
-        path.unlink(missing_ok=True)
+    """Remove the temporary files of writers that were killed: our own, and those of safetensors, `.tmp` and six characters."""
+    for path in folder.glob(".*"):
+        is_left = path.suffix == ".part" or re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", path.name)
+        if is_left and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
