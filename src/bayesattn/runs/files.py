@@ -58,7 +58,7 @@ def _to_disk(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed: our own, and those of safetensors, `.tmp` and six characters."""
+    """Remove the temporary files of writers that were killed: ours, and safetensors' own, `.tmp` and six characters."""
     for path in folder.glob(".*"):
         is_left = path.suffix == ".part" or re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", path.name)
         if is_left and path.is_file():
