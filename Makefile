@@ -41,8 +41,8 @@ test-docs: setup ## doctests
 test-gpu: setup  ## on a machine with a GPU
 	$(PYTEST) -m gpu tests
 
-soak: setup      ## kills, hostile files and a long run: an hour, for releases
-	$(TEST_ENV) $(BIN)/python benchmarks/soak/kills.py digits wc
+soak: setup      ## kills, hostile files and a long run; DATA=DIR also kills recipes that read files
+	$(TEST_ENV) $(BIN)/python benchmarks/soak/kills.py $(if $(DATA),--data $(DATA))
 	$(TEST_ENV) $(BIN)/python benchmarks/soak/fuzz.py
 	$(TEST_ENV) $(BIN)/python benchmarks/soak/leak.py
 
