@@ -42,7 +42,7 @@ test-gpu: setup  ## on a machine with a GPU
 	$(PYTEST) -m gpu tests
 
 soak: setup      ## kills, hostile files and a long run; DATA=DIR also kills recipes that read files
-	$(TEST_ENV) $(BIN)/python benchmarks/soak/kills.py $(if $(DATA),--data $(DATA))
+	$(TEST_ENV) $(BIN)/python benchmarks/soak/kills.py $(if $(DATA),--data $(DATA),--recipes digits,graph,vqa,captioning)
 	$(TEST_ENV) $(BIN)/python benchmarks/soak/fuzz.py
 	$(TEST_ENV) $(BIN)/python benchmarks/soak/leak.py
 
