@@ -165,6 +165,8 @@ def test_reproduce_writes_tables_and_repeats_no_cell(monkeypatch, tmp_path):
     rows = json.loads((tmp_path / "graph.json").read_text(encoding="utf-8"))["rows"]
     assert [row["num_seeds"] for row in rows] == [2, 2]
     assert len(list((tmp_path / "cells").iterdir())) == 4
+    seeds = (tmp_path / "graph-seeds.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[:3] for line in seeds[1:]] == [["cora", v, s] for v in ("soft", "wc") for s in ("0", "1")]
     monkeypatch.setattr(reproduce, "run_seeds", lambda *args: pytest.fail("trained again"))
     again = reproduce.reproduce(["cora"], ["wc"], num_seeds=2, data=None, out=tmp_path, console=console)
     assert again.read_text(encoding="utf-8") == text

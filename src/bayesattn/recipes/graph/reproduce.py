@@ -64,6 +64,7 @@ def reproduce(
     rows = [row for dataset in datasets for row in table_rows(dataset, {v: cells[f"{dataset}-{v}"] for v in variants})]
     text = render(rows)
     _tables.write_csv(out / "graph.csv", rows)
+    _tables.write_csv(out / "graph-seeds.csv", [row for *key, name in jobs for row in seed_rows(*key, cells[name])])
     write_json(out / "graph.json", {"rows": rows, "num_seeds": num_seeds, "environment": environment()})
     write_bytes(out / "graph.md", text.encode())
     console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -163,6 +164,18 @@ def _identity(name: str, config: GraphConfig, seed: int) -> dict[str, Any]:
 
 def _read(out: Path, name: str, config: GraphConfig, seed: int) -> dict[str, Any] | None:
     return _tables.read_cell(_path(out, name, seed), _identity(name, config, seed))
+
+
+def seed_rows(dataset: str, variant: str, cells: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per seed: where training stood, and the measures of the posterior mean."""
+    rows = []
+    for seed, cell in cells.items():
+        about = {name: cell[name] for name in ("kept_epoch", "num_epochs", "validation_accuracy", "train_cpu_seconds")}
+        found = {
+            name: round(cell["methods"]["mean"][name], 5) for name in ("accuracy", "nll", "ece", "scaled_nll", "scaled_ece")
+        }
+        rows.append({"dataset": dataset, "variant": variant, "seed": seed, **about, **found})
+    return rows
 
 
 def table_rows(dataset: str, cells: dict[str, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
