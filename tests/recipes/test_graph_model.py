@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from bayesattn.recipes.graph.model import CopySettings, GraphAttentionNetwork, t
 from bayesattn.recipes.graph.reproduce import DATASETS, VARIANTS
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import (
+    CONFIGS,
     BatchExperiment,
     GraphExperiment,
     build_model,
@@ -260,6 +262,30 @@ def test_shared_noise_has_each_copys_size(graph):
     assert bool((kept[:, 1] == 1.0).all())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", VARIANT_CONFIGS)
+def test_network_on_a_gpu_has_the_logits_and_gradients_of_the_cpu(graph, name):
+    model, inputs = build_model(load_config(name, SMALL), graph, num_copies=2).eval(), GraphInputs.of(graph)
+    on_gpu = deepcopy(model).cuda()
+    results = []
+    for network, read in ((model, inputs), (on_gpu, inputs.to("cuda"))):
+        logits = network(read)
+        logits.square().sum().backward()
+        results.append([logits.cpu(), *(p.grad.cpu() for p in network.parameters() if p.grad is not None)])
+    for ours, reference in zip(*results, strict=True):
+        # float32, sums of a few hundred terms in another order
+        assert torch.allclose(ours, reference, rtol=1e-3, atol=1e-4 * float(reference.detach().abs().max()))
+
+
+@pytest.mark.parametrize("name", ["cora-soft", "cora-wc"])
+def test_copies_that_share_their_noise_learn(graph, name):
+    changes = ([], ["dropout=0", "attention.weibull_k=3"])
+    configs = [load_config(name, [*SMALL, "training.epochs=40", "learning_rate=0.05", *own]) for own in changes]
+    runs = train_many(configs, graph, [0, 1], shares_noise=True)
+    assert bool((runs.validation_nll.min(dim=0).values < runs.validation_nll[0]).all())
+
+
 def test_copies_that_differ_in_shape_are_refused(graph):
     configs = [load_config("cora-soft", [*SMALL, f"learning_rate={rate}"]) for rate in (0.01, 0.02)]
     with pytest.raises(ValueError, match="configs differ in more than dropout"):
@@ -361,6 +387,21 @@ def test_every_row_of_the_table_has_its_config(dataset):
         assert config.dataset == dataset
         assert config.attention.variant == {"soft": "soft"}.get(variant, f"BAM-{variant.upper()}")
         assert (config.training.epochs, config.training.patience) == (400, 100)
+
+
+def test_tuned_configs_are_complete():
+    names = [path.stem for path in CONFIGS.glob("*-tuned.yaml")]
+    by_set = {
+        name.split("-")[0]: {other.split("-")[1] for other in names if other.startswith(name.split("-")[0])}
+        for name in names
+    }
+    assert {"cora", "citeseer", "pubmed", "chameleon"} <= by_set.keys()
+    assert all(kinds == {"soft", "dropout", "nokl", "wc"} for kinds in by_set.values())
+    for name in names:
+        dataset, kind, _ = name.split("-")
+        config = load_config(name)
+        assert config.dataset.startswith(dataset)
+        assert config.attention.variant == {"nokl": "BAM-NOKL", "wc": "BAM-WC"}.get(kind, "soft")
 
 
 @pytest.mark.parametrize(
