@@ -64,7 +64,9 @@ def reproduce(
     rows = [row for dataset in datasets for row in table_rows(dataset, {v: cells[f"{dataset}-{v}"] for v in variants})]
     text = render(rows)
     _tables.write_csv(out / "graph.csv", rows)
-    _tables.write_csv(out / "graph-seeds.csv", [row for *key, name in jobs for row in seed_rows(*key, cells[name])])
+    _tables.write_csv(
+        out / "graph-seeds.csv", [row for dataset, variant, name in jobs for row in seed_rows(dataset, variant, cells[name])]
+    )
     write_json(out / "graph.json", {"rows": rows, "num_seeds": num_seeds, "environment": environment()})
     write_bytes(out / "graph.md", text.encode())
     console.print(text, highlight=False, markup=False, soft_wrap=True)
