@@ -38,12 +38,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: objec
     device = args[0].device  # type: ignore[attr-defined]
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch(kernel, grid, args, constants, device.index)
+            _launch(kernel, grid, args, constants, device)
     else:
-        _launch(kernel, grid, args, constants, device.index)
+        _launch(kernel, grid, args, constants, device)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, object], device: int) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, object], device: torch.device) -> None:
     facts = [x if type(x) in _NUMBERS else (x.dtype, x.data_ptr() & 15) for x in args]
     recent = (kernel.fn, device, *constants.values(), *facts)
     found = _RECENT.get(recent)
