@@ -18,17 +18,21 @@ class FakeKernel:
     def __getitem__(self, grid):
         def compile_and_launch(*args, **constants):
             self.compilations += 1
-            return FakeCompiled(self)
+            return FakeCompiled(self, args)
 
         return compile_and_launch
 
 
 class FakeCompiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
+    def __init__(self, kernel, args):
+        self.kernel, self.kinds = kernel, list(map(type, args))
 
     def __getitem__(self, grid):
-        return lambda *args: self.kernel.launches.append((grid, args))
+        def run(*args):
+            assert list(map(type, args[: len(self.kinds)])) == self.kinds
+            self.kernel.launches.append((grid, args))
+
+        return run
 
 
 @pytest.fixture
@@ -67,6 +71,12 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
     assert kernel.compilations == len(cases)
     launch(kernel, x, 37, block=32)
     assert kernel.compilations == len(cases) + 1
+
+
+def test_whole_numbers_and_fractions_of_the_same_value_are_two_kernels(kernel):
+    for factor in (2, 2.0, 2, 2.0, 2):
+        launch(kernel, torch.zeros(64), 37, factor=factor)
+    assert kernel.compilations == 2
 
 
 def test_many_different_sizes_do_not_pile_up(kernel, monkeypatch):

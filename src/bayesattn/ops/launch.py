@@ -44,7 +44,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: objec
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, object], device: torch.device) -> None:
-    facts = [x if type(x) in _NUMBERS else (x.dtype, x.data_ptr() & 15) for x in args]
+    # with the type of a number: 2 and 2.0 are equal, but not to Triton
+    facts = [(x, type(x)) if type(x) in _NUMBERS else (x.dtype, x.data_ptr() & 15) for x in args]
     recent = (kernel.fn, device, *constants.values(), *facts)
     found = _RECENT.get(recent)
     if found is None:
