@@ -13,6 +13,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
 TWO_PI = tl.constexpr(6.283185307179586)
 ROUNDS = tl.constexpr(7)
+UNIFORM_SHIFT = tl.constexpr(128.0 - 2.0**-17)
 
 
 @triton.jit
@@ -33,22 +34,42 @@ def _exp2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _uniform(word, HIGH: tl.constexpr):
-    # the sixteen bits and a half become the mantissa of a float in [1, 2): no integer conversion
-    if HIGH:
-        bits = (word >> 9) & 0x7FFF80
+def _log2_of_minus_log2(x, FAST: tl.constexpr):
+    # in one piece, because Triton's minus is a subtraction from zero, and the hardware's logarithm negates for nothing
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 t, t; lg2.approx.ftz.f32 $0, t;}",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        bits = (word << 7) & 0x7FFF80
-    return (bits | 0x3F800040).to(tl.float32, bitcast=True) - 1.0
+        return tl.log2(-tl.log2(x))
+
+
+@triton.jit
+def _uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
+    """Return (r + 1/2) / 2^16 for one half r of a word.
+
+    As the last bits of the mantissa of 128, r makes 128 + r / 2^16: a permutation of bytes, no conversion. A float32 holds that,
+    128 − 2^-17 and their difference exactly.
+    """
+    if FAST:
+        if HIGH:
+            bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [word, base], tl.uint32, True, 1)
+        else:
+            bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7610;", "=r,r,r", [word, base], tl.uint32, True, 1)
+    else:
+        bits = (word >> 16 if HIGH else word & 0xFFFF) | 0x43000000
+    return bits.to(tl.float32, bitcast=True) - UNIFORM_SHIFT
 
 
 @triton.jit
 def _draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
     """Turn one word into the log2-noise of two neighbouring keys."""
-    low, high = _uniform(word, False), _uniform(word, True)
+    base = tl.where(strength < 0, 0, 0x43000000).to(tl.uint32)
+    low, high = _uniform(word, base, False, FAST), _uniform(word, base, True, FAST)
     if WEIBULL:
         # log2 of E up to the factor ln 2, which a row shares
-        return strength * _log2(-_log2(low, FAST), FAST), strength * _log2(-_log2(high, FAST), FAST)
+        return strength * _log2_of_minus_log2(low, FAST), strength * _log2_of_minus_log2(high, FAST)
     else:
         radius = tl.sqrt(_log2(low, FAST) * MINUS_2_LN_2) * strength
         return radius * tl.cos(high * TWO_PI), radius * tl.sin(high * TWO_PI)
@@ -396,8 +417,12 @@ def grad_key_kernel(
             acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
             if ONE_PASS:
                 part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
-                pointers = GRAD_Q + row[:, None] * D + rd[None, :]
-                tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
+                # counted in 32 bits within a head: in this loop a 64-bit product costs as much as a random number
+                pointers = GRAD_Q + first_row * D + (rm[:, None] * D + rd[None, :])
+                if CHECK or not EVEN_D:
+                    tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
+                else:
+                    tl.atomic_add(pointers, part, sem="relaxed")
             if MOMENTS:
                 acc_mu += grad_mu
         if MOMENTS:
