@@ -32,7 +32,7 @@ from bayesattn.recipes.captioning.train import (
 )
 from bayesattn.recipes.captioning.vocabulary import tokenize
 from bayesattn.report import measure_run, write_report
-from bayesattn.runs import write_predictions
+from bayesattn.runs import RunError, write_predictions
 
 TINY = ["width=12", "attention_dim=5", "training.epochs=1", "training.batch_size=10", "num_beams=1", "max_length=12"]
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -302,26 +302,43 @@ def test_figure_has_a_column_for_every_word(run, data):
 
 def test_reproduce_writes_tables_and_does_not_repeat_finished_runs(data, tmp_path, monkeypatch):
     monkeypatch.setattr(captioning_reproduce, "load_data", lambda name, folder: data)
-    monkeypatch.setattr(captioning_reproduce, "load_config", lambda name: load_config(name, TINY))
-    monkeypatch.setattr(captioning_reproduce, "step_milliseconds", lambda config, data: 2.0)
+    monkeypatch.setattr(captioning_reproduce, "load_config", lambda name: load_config(name, [*TINY, "num_beams=3"]))
     score = captioning_reproduce.score
     monkeypatch.setattr(captioning_reproduce, "score", lambda *found: score(*found, use_java=False))
     options = {"num_seeds": 2, "data": None, "out": tmp_path, "console": Console(quiet=True)}
     table = reproduce(["shapes"], ["soft", "wc"], **options)
     text = table.read_text()
     assert all(part in text for part in ("| soft |", "| BAM-WC |", "plain tokenizer", "105.0", "Difference to soft"))
-    assert len((tmp_path / "captioning.csv").read_text().splitlines()) == 5
+    assert all(f"## shapes, {search}, ours" in text for search in ("greedy search", "3 beams"))
+    # a row for every variant, seed and search
+    assert len((tmp_path / "captioning.csv").read_text().splitlines()) == 1 + 2 * 2 * 2
     monkeypatch.setattr(captioning_reproduce, "train_run", None)
+    monkeypatch.setattr(captioning_reproduce, "score", None)
     assert reproduce(["shapes"], ["soft", "wc"], **options).read_text() == text
 
 
-def test_step_time_is_measured_on_a_training_step(data):
-    assert captioning_reproduce.step_milliseconds(load_config("shapes-wc", TINY), data) > 0.0
+def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(captioning_reproduce, "load_data", lambda name, folder: data)
+    monkeypatch.setattr(captioning_reproduce, "load_config", lambda name: load_config(name, TINY))
+    score = captioning_reproduce.score
+    monkeypatch.setattr(captioning_reproduce, "score", lambda *found: score(*found, use_java=False))
+    options = {"data": None, "out": tmp_path, "console": Console(quiet=True)}
+    with pytest.raises(RunError, match="no run on shapes has finished"):
+        reproduce(["shapes"], ["soft"], num_seeds=1, minutes=0.0, **options)
+    reproduce(["shapes"], ["soft"], num_seeds=1, **options)
+    text = reproduce(["shapes"], ["soft", "wc"], num_seeds=3, minutes=0.0, **options).read_text()
+    ours = text.partition("the paper's")[0]
+    assert "| soft |" in ours
+    assert "1 seed;" in ours
+    assert "BAM-WC" not in ours
 
 
 @pytest.mark.parametrize(
     ("names", "variants", "message"),
-    [(["cats"], None, "dataset is 'cats'; allowed: shapes, flickr8k, coco"), (["shapes"], ["loud"], "variant is 'loud'")],
+    [
+        (["cats"], None, "datasets has 'cats'; allowed: shapes, flickr8k, coco"),
+        (["shapes"], ["loud"], "variants has 'loud'"),
+    ],
 )
 def test_unknown_rows_of_the_table_are_refused(names, variants, message, tmp_path):
     with pytest.raises(ValueError, match=message):

@@ -1,30 +1,30 @@
-"""The paper's captioning table beside ours: every variant with several seeds on every data set at hand."""
+"""The paper's captioning table beside ours: every variant with several seeds on every data set at hand.
+
+A finished run is kept as its captions. They are scored when the table is made, so a GPU without Java can train and another
+machine can score.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import nullcontext
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from rich.console import Console
 
-from bayesattn.bench.harness import measure
-from bayesattn.objective import elbo
 from bayesattn.recipes._tables import markdown, paired, read_cell, show, show_p, write_cell, write_csv
-from bayesattn.recipes._train import progress, seed_everything
+from bayesattn.recipes._vision.cells import Cells, at_hand, choose, collect, deadline_after, seeds_text
 from bayesattn.recipes.captioning.data import CaptionData, DatasetName, load_data
-from bayesattn.recipes.captioning.scoring import MEASURES, score
+from bayesattn.recipes.captioning.scoring import MEASURES, score, tools
 from bayesattn.recipes.captioning.train import (
     CaptioningConfig,
-    CaptioningExperiment,
     caption_split,
     load_config,
     load_run,
     search_options,
     train_run,
 )
-from bayesattn.recording import record_kl
 from bayesattn.report.aggregate import over_runs
 from bayesattn.runs import read_run, write_bytes
 
@@ -48,6 +48,7 @@ PAPER = {
     "wc": (32.8, 44.1, 58.8, 75.3, 104.5, 54.9, 26.2),
 }
 COMPARED = ("BLEU-4", "CIDEr")
+FACTS = ("validation_nll", "num_parameters", "train_seconds", "distinct_captions", "tokenizer")
 
 
 def reproduce(
@@ -58,6 +59,7 @@ def reproduce(
     data: Path | None,
     out: Path,
     console: Console,
+    minutes: float | None = None,
 ) -> Path:
     """Train and measure what has not been, and write `captioning.md` and `captioning.csv`; returns the path of the former.
 
@@ -68,128 +70,111 @@ def reproduce(
         data: The folder of the data sets.
         out: Folder for the runs and the tables; finished runs in it are not repeated.
         console: Where to print.
+        minutes: No run begins later than this; the tables are of what is finished, and the same call goes on later.
     """
-    datasets = _chosen_datasets(names, data)
-    chosen = list(VARIANTS) if variants is None else list(dict.fromkeys(variants))
-    for variant in chosen:
-        if variant not in VARIANTS:
-            raise ValueError(f"variant is {variant!r}; allowed: {', '.join(VARIANTS)}")
-    pages, rows = [], []
-    for dataset in datasets:
+    known = get_args(DatasetName)
+    chosen = choose("variants", variants, list(VARIANTS), list(VARIANTS))
+    deadline, pages, rows = deadline_after(minutes), [], []
+    for dataset in choose("datasets", names, known, at_hand(known, data)):
         found = load_data(dataset, None if dataset == "shapes" else data)
         configs = {variant: load_config(f"{dataset}-{variant}") for variant in chosen}
-        cells: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in chosen}
-        with progress(console) as display:
-            task = display.add_task(dataset, total=len(chosen) * num_seeds)
-            # seed by seed: an interrupted experiment has complete pairs
-            for seed in range(num_seeds):
-                for variant, config in configs.items():
-                    done = display.tasks[0].completed
-                    cells[variant][seed] = _cell(
-                        dataclasses.replace(config, seed=seed),
-                        found,
-                        out / dataset / f"{variant}-{seed}",
-                        lambda step, steps, done=done, task=task: display.update(task, completed=done + step / steps),
-                    )
-                    display.update(task, completed=done + 1)
-        with console.status("timing steps"):
-            times = {variant: step_milliseconds(config, found) for variant, config in configs.items()}
-        page = _page(dataset, cells, times, num_seeds)
-        console.print(page, markup=False, highlight=False, soft_wrap=True)
-        pages.append(page)
-        rows += [
-            {"dataset": dataset, "variant": VARIANTS[variant], "seed": seed, **_numbers(cell), "step_ms": times[variant]}
-            for variant, seeds in cells.items()
-            for seed, cell in seeds.items()
-        ]
+
+        def read(variant: str, seed: int, configs: Any = configs) -> dict[str, Any] | None:
+            config = dataclasses.replace(configs[variant], seed=seed)
+            return read_cell(cell_folder(out, variant, config) / "cell.json", dataclasses.asdict(config))
+
+        def run(variant: str, seed: int, on_progress: Any, configs: Any = configs, found: Any = found) -> dict[str, Any]:
+            config = dataclasses.replace(configs[variant], seed=seed)
+            return run_cell(config, found, cell_folder(out, variant, config), on_progress)
+
+        cells = collect(dataset, chosen, num_seeds, read=read, run=run, deadline=deadline, console=console)
+        with console.status("scoring captions"):
+            scored = score_cells(cells, found, out / dataset)
+        for search, table in scored.items():
+            pages.append(_page(f"{dataset}, {search}", table))
+            rows += [
+                {"dataset": dataset, "search": search, "variant": VARIANTS[variant], "seed": seed, **_numbers(cell)}
+                for variant, seeds in table.items()
+                for seed, cell in seeds.items()
+            ]
+    text = "\n".join([*pages, _paper_page()])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     write_csv(out / "captioning.csv", rows)
-    table = out / "captioning.md"
-    write_bytes(table, "\n".join([*pages, _paper_page()]).encode())
-    return table
+    write_bytes(out / "captioning.md", text.encode())
+    return out / "captioning.md"
 
 
-def _chosen_datasets(names: Sequence[str] | None, data: Path | None) -> list[DatasetName]:
-    known: tuple[DatasetName, ...] = get_args(DatasetName)
-    if names is None:
-        return [name for name in known if name == "shapes" or (data is not None and (data / name).is_dir())]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"dataset is {name!r}; allowed: {', '.join(known)}")
-    return [name for name in known if name in names]
+def cell_folder(out: Path, variant: str, config: CaptioningConfig) -> Path:
+    """Return the run folder of a cell, which also holds its captions."""
+    return out / config.dataset / f"{variant}-{config.seed}"
 
 
-def _cell(config: CaptioningConfig, data: CaptionData, folder: Path, on_progress: Any) -> dict[str, Any]:
-    """Train one run and score its captions of the test images, unless that was done before."""
-    identity = dataclasses.asdict(config)
-    known = read_cell(folder / "cell.json", identity)
-    if known is not None:
-        return known
+def run_cell(
+    config: CaptioningConfig,
+    data: CaptionData,
+    folder: Path,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Train one run and let it describe the test images, by its own search and by the paper's greedy one."""
     log = train_run(config, folder, on_progress, data=data, resume=True)
     _, model = load_run(folder)
-    split = data.splits["test"]
-    captions = caption_split(model.to(_device()), data, split, **search_options(config))
-    scores = score(captions, split.captions)
-    run = read_run(folder)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    options = search_options(config)
+    searches = {"greedy search": {**options, "num_beams": 1}}
+    if config.num_beams > 1:
+        searches[f"{config.num_beams} beams"] = options
+    split, facts = data.splits["test"], read_run(folder)
+    kept = [row for row in log.rows if row["is_best"]][-1] if config.training.keep != "last" else log.rows[-1]
     measures = {
-        **scores.values,
-        "skipped": scores.skipped,
-        "tokenizer": scores.tokenizer,
-        "distinct_captions": len(set(captions)),
-        "validation_nll": log.rows[-1]["validation_nll"],
-        "num_parameters": run["num_parameters"],
-        "train_seconds": run["train_seconds"],
+        "captions": {name: caption_split(model, data, split, **found) for name, found in searches.items()},
+        "validation_nll": kept["validation_nll"],
+        "validation_bleu": kept["validation_bleu"],
+        "num_parameters": facts["num_parameters"],
+        "train_seconds": facts["train_seconds"],
     }
-    write_bytes(folder / "captions.txt", "".join(f"{name}\t{text}\n" for name, text in zip(split.names, captions)).encode())
-    write_cell(folder / "cell.json", identity, measures)
+    write_cell(folder / "cell.json", dataclasses.asdict(config), measures)
     return measures
 
 
-def step_milliseconds(config: CaptioningConfig, data: CaptionData) -> float:
-    """Return the median time of a training step on the first batch: forward, backward, optimiser; nothing is read."""
-    seed_everything(config.seed)
-    experiment = CaptioningExperiment(config, data)
-    device = _device()
-    model = experiment.model.to(device).train()
-    indices = experiment.batches(config.training, torch.Generator().manual_seed(0))[0]
-    batch = {name: value.to(device) for name, value in experiment.collate(indices).items()}
-    labels = experiment.num_labels(batch)
-    is_bf16 = config.training.precision == "bf16"
-
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16) if is_bf16 else nullcontext(), record_kl() as scope:
-            nll = experiment.nll(model, batch)
-        kl = scope.total() if len(scope) else nll.new_zeros(())
-        elbo(nll / labels, kl, labels_per_example=labels / len(indices)).loss.backward()
-        experiment.optimizer.step()
-        experiment.optimizer.zero_grad()
-
-    return measure(step, device=device.type, budget_ms=1000.0)[0]
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def score_cells(cells: Cells, data: CaptionData, folder: Path) -> dict[str, Cells]:
+    """Return the scores of all captions, by search; what the same tools scored before is read."""
+    references = data.splits["test"].captions
+    found: dict[str, Cells] = {}
+    for variant, by_seed in cells.items():
+        for seed, cell in by_seed.items():
+            for search, captions in cell["captions"].items():
+                path = folder / f"{variant}-{seed}" / f"scores-{search.replace(' ', '-')}-{tools()}.json"
+                scores = read_cell(path, {"captions": captions})
+                if scores is None:
+                    # as JSON gives it back
+                    scores = json.loads(json.dumps(dataclasses.asdict(score(captions, references))))
+                    write_cell(path, {"captions": captions}, scores)
+                facts = {name: cell[name] for name in FACTS if name in cell}
+                facts |= {"distinct_captions": len(set(captions)), "tokenizer": scores["tokenizer"]}
+                values = {**scores["values"], "skipped": scores["skipped"], **facts}
+                found.setdefault(search, {}).setdefault(variant, {})[seed] = values
+    return found
 
 
 def _numbers(cell: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: cell.get(name, "") for name in (*MEASURES, "validation_nll", "num_parameters", "train_seconds", "tokenizer")
-    }
+    return {name: cell.get(name, "") for name in (*MEASURES, *FACTS)}
 
 
-def _page(dataset: str, cells: dict[str, dict[int, dict[str, Any]]], times: dict[str, float], num_seeds: int) -> str:
-    """Return the tables of one data set: measures, then differences to the baseline."""
+def _page(title: str, cells: Cells) -> str:
+    """Return the tables of one data set and search: measures, then differences to the baseline."""
     first = next(iter(next(iter(cells.values())).values()))
-    seeds = "1 seed" if num_seeds == 1 else f"{num_seeds} seeds, ± half a 95 % t-interval"
-    lines = [f"## {dataset}, ours\n", f"{seeds}; {first['tokenizer']} tokenizer.\n"]
+    seeds = seeds_text(cells)
+    interval = "" if seeds == "1 seed" else ", ± half a 95 % t-interval"
+    lines = [f"## {title}, ours\n", f"{seeds}{interval}; {first['tokenizer']} tokenizer.\n"]
     lines += [f"{name}: {reason}.\n" for name, reason in first["skipped"].items()]
-    header = ["attention", *MEASURES, "NLL", "parameters", "step, ms", "step / soft"]
+    header = ["attention", *MEASURES, "NLL", "parameters", "seconds"]
     rows = []
     for variant, runs in cells.items():
         measured = [_summary(runs, name) for name in MEASURES]
-        ratio = f"{times[variant] / times[BASELINE]:.2f}" if BASELINE in times else "–"
         nll = show(over_runs([run["validation_nll"] for run in runs.values()]), digits=3)
         size = f"{next(iter(runs.values()))['num_parameters']:,}"
-        rows.append([VARIANTS[variant], *measured, nll, size, f"{times[variant]:.1f}", ratio])
+        seconds = over_runs([run["train_seconds"] for run in runs.values()]).value
+        rows.append([VARIANTS[variant], *measured, nll, size, f"{seconds:.0f}"])
     lines.append(markdown(header, rows))
     if BASELINE in cells and len(cells) > 1:
         lines += ["\nDifference to soft, seed by seed, and p-value of a paired t-test:\n", _differences(cells)]
@@ -201,7 +186,7 @@ def _summary(runs: dict[int, dict[str, Any]], name: str) -> str:
     return show(over_runs(values)) if values else "–"
 
 
-def _differences(cells: dict[str, dict[int, dict[str, Any]]]) -> str:
+def _differences(cells: Cells) -> str:
     rows = []
     for variant, runs in cells.items():
         if variant == BASELINE:
@@ -211,7 +196,8 @@ def _differences(cells: dict[str, dict[int, dict[str, Any]]]) -> str:
             if any(name not in run for run in (*runs.values(), *cells[BASELINE].values())):
                 row += ["–", "–"]
                 continue
-            found = paired(*({seed: run[name] for seed, run in part.items()} for part in (runs, cells[BASELINE])))
+            seeds = sorted(runs.keys() & cells[BASELINE].keys())
+            found = paired(*({seed: part[seed][name] for seed in seeds} for part in (runs, cells[BASELINE])))
             row += [show(found.difference), show_p(found.p_value)]
         rows.append(row)
     return markdown(["attention", *(part for name in COMPARED for part in (name, "p"))], rows)

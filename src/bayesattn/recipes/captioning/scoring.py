@@ -48,6 +48,11 @@ def has_java() -> bool:
     return shutil.which("java") is not None
 
 
+def tools() -> str:
+    """Return what `score` uses here, by which its results differ: `java`, `package` or `bleu`."""
+    return "bleu" if not has_package() else "java" if has_java() else "package"
+
+
 def bleu(captions: Sequence[str], references: Sequence[Sequence[str]], order: int = 4) -> float:
     """Return corpus BLEU in per cent after the plain tokenizer; quick enough to follow training with."""
     hypotheses, targets = _plain(captions, references)

@@ -55,6 +55,11 @@ def sort_answer(answer: str) -> str:
     return ", ".join(sorted(part.strip().lower() for part in answer.split(",") if part.strip()))
 
 
+def is_single(answer: str) -> bool:
+    """Whether an answer is one thing and not a list; some published accuracies are of these questions only."""
+    return "," not in answer
+
+
 def question_kind(text: str) -> str:
     """Return `number`, `color` or `object`."""
     if text.startswith("how many"):

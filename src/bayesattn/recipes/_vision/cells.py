@@ -1,0 +1,83 @@
+"""The runs behind a table of one data set: every variant with several seeds, trained once, read ever after."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bayesattn.recipes._train import progress
+from bayesattn.runs import RunError
+
+# measures of a run by variant and seed
+Cells = dict[str, dict[int, dict[str, Any]]]
+
+
+def choose(what: str, given: Sequence[str] | None, allowed: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Return the names that were asked for, each once, or the default; a name that does not exist is an error."""
+    for name in given or ():
+        if name not in allowed:
+            raise ValueError(f"{what} has {name!r}; allowed: {', '.join(allowed)}")
+    return list(dict.fromkeys(default if given is None else given))
+
+
+def at_hand(names: Sequence[str], data: Path | None) -> list[str]:
+    """Return the data sets that can be read: `shapes`, which is generated, and those with a folder in `data`."""
+    return [name for name in names if name == "shapes" or (data is not None and (data / name).is_dir())]
+
+
+def collect(
+    title: str,
+    variants: Sequence[str],
+    num_seeds: int,
+    *,
+    read: Callable[[str, int], dict[str, Any] | None],
+    run: Callable[[str, int, Callable[[int, int], Any]], dict[str, Any]],
+    deadline: float,
+    console: Console,
+) -> Cells:
+    """Return the measures of every variant and seed: what is known is read, the rest trained while there is time.
+
+    Args:
+        title: Of the progress bar.
+        variants: Rows of the table.
+        num_seeds: Runs per variant.
+        read: Returns what an earlier call measured of a variant and seed, or None.
+        run: Trains and measures one; calls its last argument with the steps done and to do.
+        deadline: No run begins later, in seconds of `time.monotonic`.
+        console: Where to show progress.
+
+    Raises:
+        RunError: Nothing has been measured yet, and there was no time for a run.
+    """
+    cells: Cells = {variant: {} for variant in variants}
+    with progress(console) as display:
+        task = display.add_task(title, total=len(variants) * num_seeds)
+        # seed by seed: an interrupted experiment has complete pairs
+        for seed in range(num_seeds):
+            for variant in variants:
+                done = display.tasks[0].completed
+                cell = read(variant, seed)
+                if cell is None and time.monotonic() < deadline:
+                    cell = run(
+                        variant, seed, lambda step, steps, done=done: display.update(task, completed=done + step / steps)
+                    )
+                if cell is not None:
+                    cells[variant][seed] = cell
+                display.update(task, completed=done + 1)
+    found = {variant: by_seed for variant, by_seed in cells.items() if by_seed}
+    if not found:
+        raise RunError(f"no run on {title} has finished; the same command with more minutes goes on")
+    return found
+
+
+def deadline_after(minutes: float | None) -> float:
+    """Return when the last run may begin, in seconds of `time.monotonic`."""
+    return float("inf") if minutes is None else time.monotonic() + 60.0 * minutes
+
+
+def seeds_text(cells: Cells) -> str:
+    """Return over how many seeds the rows of a table are."""
+    counts = sorted({len(by_seed) for by_seed in cells.values()})
+    return f"{counts[0]} seed" if counts == [1] else f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
