@@ -315,6 +315,16 @@ def test_scores_are_sacrebleus():
     assert bleu.bootstrap_p_value(references * 20, nearly, references * 20, num_resamples=99) > 0.05
 
 
+def test_counts_of_sentences_add_up_to_the_bleu_of_their_text():
+    pytest.importorskip("sacrebleu")
+    outputs = ["a small cat sat there .", "the dog ran home today", "", "one"]
+    references = ["a small cat sat here .", "A dog ran home today", "nothing", "one two"]
+    counts = bleu.sentence_counts(outputs, references)
+    for kept in ([0, 1, 2, 3], [0, 1], [3]):
+        text = bleu.corpus_bleu([outputs[i] for i in kept], [references[i] for i in kept])
+        assert bleu.bleu_of_counts([counts[i] for i in kept]) == pytest.approx(text.score, abs=1e-9)
+
+
 def common_words(output, reference):
     words = set(reference.split())
     return 100.0 * len(words & set(output.split())) / len(words)
@@ -335,6 +345,8 @@ def simple_scores(monkeypatch):
         "sentence_scores",
         lambda outputs, references: {name: [*map(common_words, outputs, references)] for name in ("chrf", "bleu")},
     )
+    monkeypatch.setattr(bleu, "sentence_counts", lambda outputs, references: [*map(common_words, outputs, references)])
+    monkeypatch.setattr(bleu, "bleu_of_counts", lambda counts: sum(counts) / len(counts))
     monkeypatch.setattr(bleu, "bootstrap_p_value", lambda baseline, ours, references: 0.25)
 
 
@@ -370,11 +382,11 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
 
 
 def test_withholding_the_least_certain_helps_when_certainty_is_right(simple_scores):
-    outputs, references = ["a b"] * 8 + ["x y"] * 2, ["a b"] * 10
-    certain = measure.rejection_curve([0.1] * 8 + [0.9] * 2, outputs, references)
+    counts = bleu.sentence_counts(["a b"] * 8 + ["x y"] * 2, ["a b"] * 10)
+    certain = measure.rejection_curve([0.1] * 8 + [0.9] * 2, counts)
     assert certain[0] == pytest.approx(80.0)
     assert certain[2] == pytest.approx(100.0)
-    wrong = measure.rejection_curve([0.9] * 8 + [0.1] * 2, outputs, references)
+    wrong = measure.rejection_curve([0.9] * 8 + [0.1] * 2, counts)
     assert wrong[2] < wrong[0]
 
 

@@ -14,6 +14,15 @@ class CorpusScore(NamedTuple):
     signature: str
 
 
+class Counts(NamedTuple):
+    """What BLEU counts in a sentence: n-grams found in the reference, n-grams, and both lengths. They add up."""
+
+    correct: tuple[int, ...]
+    total: tuple[int, ...]
+    output_length: int
+    reference_length: int
+
+
 def _metrics() -> Any:
     return _load("sacrebleu.metrics")
 
@@ -58,6 +67,20 @@ def sentence_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[s
         "chrf": [chrf.sentence_score(output, [reference]).score for output, reference in pairs],
         "bleu": [bleu.sentence_score(output, [reference]).score for output, reference in pairs],
     }
+
+
+def sentence_counts(outputs: Sequence[str], references: Sequence[str]) -> list[Counts]:
+    """Return the counts of every sentence (cased), so that BLEU of many subsets needs no second look at the text."""
+    metric = _metrics().BLEU(effective_order=True)
+    scores = [metric.sentence_score(output, [reference]) for output, reference in zip(outputs, references, strict=True)]
+    return [Counts(tuple(score.counts), tuple(score.totals), score.sys_len, score.ref_len) for score in scores]
+
+
+def bleu_of_counts(counts: Sequence[Counts]) -> float:
+    """Return corpus BLEU of the sentences that were counted: what `corpus_bleu` says of their text."""
+    correct, total = ([sum(column) for column in zip(*(c[side] for c in counts), strict=True)] for side in (0, 1))
+    lengths = [sum(c[side] for c in counts) for side in (2, 3)]
+    return float(_metrics().BLEU.compute_bleu(correct, total, *lengths, smooth_method="exp").score)
 
 
 def bootstrap_p_value(

@@ -9,6 +9,7 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
                                and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
                                needs an attention whose randomness is drawn beforehand (soft, BAM,
                                variational)
+    decoder_mode: auto         cuda-graph where device and attention allow it, else eager: one setting for all variants
 """
 
 import functools
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from bayesattn.recipes.translation.decoder import Decoder, Unrolled
 
-Mode = Literal["eager", "compile", "cuda-graph"]
+Mode = Literal["eager", "compile", "cuda-graph", "auto"]
 MODES = get_args(Mode)
 
 
@@ -29,14 +30,17 @@ def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
     """Return what runs `decoder.unroll` in training."""
     if mode not in MODES:
         raise ValueError(f"decoder_mode is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
-    if mode == "eager":
+    if mode == "eager" or (mode == "auto" and not decoder.attention.is_plannable):
         return decoder.unroll
     if not decoder.attention.is_plannable:
         variant = decoder.attention.weights.config.variant
         raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
     if mode == "compile":
         return functools.partial(decoder.unroll, step=torch.compile(decoder.step))
-    return GraphedUnroll(decoder)
+    graphed = GraphedUnroll(decoder)
+    if mode == "cuda-graph":
+        return graphed
+    return lambda gates, *rest: (graphed if gates.is_cuda else decoder.unroll)(gates, *rest)
 
 
 class _Loop(nn.Module):

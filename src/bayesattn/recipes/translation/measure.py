@@ -1,7 +1,8 @@
 """What is measured of a finished run: quality, calibration, and the worth of its uncertainty. Cost is in `cost.py`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +14,30 @@ from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.batches import Corpus, encode_pairs, token_batches
 from bayesattn.recipes.translation.model import Translator
 from bayesattn.recipes.translation.text import Pairs
-from bayesattn.recipes.translation.translate import available_methods, decode, disagreement, drawing, judge
+from bayesattn.recipes.translation.translate import (
+    available_methods,
+    decode,
+    decode_draws,
+    disagreement,
+    evaluation_tokens,
+    judge,
+)
 from bayesattn.recipes.translation.vocabulary import END, Vocabulary
 
 # shares of the sentences that are withheld, the least certain first
 REJECTED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 SIGNALS = ("nll", "entropy", "mutual_information", "disagreement")
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let a GPU multiply float32 matrices with TF32 inputs: scoring every key by itself is otherwise what takes longest."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @torch.no_grad()
@@ -51,7 +70,7 @@ def measure_quality(
 def measure_tokens(model: Translator, corpus: Corpus, method: str, num_samples: int) -> dict[str, float]:
     """Return perplexity, accuracy and expected calibration error of next-token predictions along the references."""
     columns: dict[str, list[Tensor]] = {"probability": [], "confidence": [], "is_right": []}
-    for indices in token_batches(corpus, 1024):
+    for indices in token_batches(corpus, evaluation_tokens(model)):
         chosen = indices.tolist()
         judged = judge(model, [corpus.sources[i] for i in chosen], [corpus.targets[i] for i in chosen], method, num_samples)
         for name, values in columns.items():
@@ -82,7 +101,7 @@ def sentence_uncertainty(
     """
     found: dict[str, list[float]] = {name: [0.0] * len(sources) for name in SIGNALS}
     targets = [[*tokens, END] for tokens in outputs]
-    for indices in token_batches(Corpus(list(sources), targets), 1024):
+    for indices in token_batches(Corpus(list(sources), targets), evaluation_tokens(model)):
         chosen = indices.tolist()
         judged = judge(model, [sources[i] for i in chosen], [targets[i] for i in chosen], method, num_samples)
         lengths = judged.steps.sum(dim=1)
@@ -93,10 +112,8 @@ def sentence_uncertainty(
                 found[name][i] = value
     if method == "mean":
         return {name: found[name] for name in ("nll", "entropy")}
-    with drawing(model, method):
-        draws = [decode(model, sources, beam=1) for _ in range(num_samples)]
-    for i, best in enumerate(outputs):
-        found["disagreement"][i] = disagreement(best, [draw[i] for draw in draws])
+    draws = decode_draws(model, sources, method, num_samples)
+    found["disagreement"] = [disagreement(best, own) for best, own in zip(outputs, draws, strict=True)]
     return found
 
 
@@ -115,7 +132,7 @@ def measure_uncertainty(
     `spearman_chrf` and `spearman_bleu` are rank correlations of minus the uncertainty with sentence scores; `rejection` is
     corpus BLEU of what is left when the least certain `REJECTED` shares are withheld.
     """
-    quality = bleu.sentence_scores(outputs, pairs.targets)
+    quality, counts = bleu.sentence_scores(outputs, pairs.targets), bleu.sentence_counts(outputs, pairs.targets)
     sources = [[*tokens, END] for tokens in vocabulary.encode(pairs.sources)]
     encoded = vocabulary.encode(outputs)
     results: dict[str, dict[str, Any]] = {}
@@ -125,7 +142,7 @@ def measure_uncertainty(
             results[f"{method} {signal}"] = {
                 "spearman_chrf": rank_correlation(values, quality["chrf"]),
                 "spearman_bleu": rank_correlation(values, quality["bleu"]),
-                "rejection": rejection_curve(values, outputs, pairs.targets),
+                "rejection": rejection_curve(values, counts),
             }
     return results
 
@@ -137,11 +154,13 @@ def rank_correlation(uncertainty: Sequence[float], quality: Sequence[float]) -> 
     return -float(stats.spearmanr(uncertainty, quality)[0])  # type: ignore[arg-type]
 
 
-def rejection_curve(uncertainty: Sequence[float], outputs: Sequence[str], references: Sequence[str]) -> list[float]:
-    """Return corpus BLEU of the most certain sentences, for every share withheld; ties keep the order of the file."""
-    order = sorted(range(len(outputs)), key=lambda i: uncertainty[i])
-    curve = []
-    for share in REJECTED:
-        kept = order[: max(1, round((1.0 - share) * len(order)))]
-        curve.append(bleu.corpus_bleu([outputs[i] for i in kept], [references[i] for i in kept]).score)
-    return curve
+def rejection_curve(uncertainty: Sequence[float], counts: Sequence[bleu.Counts]) -> list[float]:
+    """Return corpus BLEU of the most certain sentences, for every share withheld; ties keep the order of the file.
+
+    Args:
+        uncertainty: Of every sentence.
+        counts: Of the same sentences, from `bleu.sentence_counts`.
+    """
+    order = sorted(range(len(counts)), key=lambda i: uncertainty[i])
+    kept = [order[: max(1, round((1.0 - share) * len(order)))] for share in REJECTED]
+    return [bleu.bleu_of_counts([counts[i] for i in chosen]) for chosen in kept]

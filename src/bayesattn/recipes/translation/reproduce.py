@@ -1,6 +1,7 @@
 """The paper's two translation tables again: BLEU and cost of every variant, with what our data sets and draws add."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 from rich.console import Console
 
 from bayesattn.recipes import _tables
+from bayesattn.recipes._guards import Diverged
 from bayesattn.recipes._train import progress
 from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
-from bayesattn.recipes.translation.measure import measure_quality, measure_uncertainty
+from bayesattn.recipes.translation.measure import measure_quality, measure_uncertainty, tf32_products
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.train import TranslationConfig, load_config, load_run, train_on
 from bayesattn.report.aggregate import over_runs
@@ -87,32 +89,53 @@ def _chosen(name: str, wanted: Sequence[str] | None, allowed: Sequence[str], def
 def run_cell(
     name: str, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None, out: Path
 ) -> dict[str, Any]:
-    """Return the measures of one run; trained, and measured, only where `out` does not have them."""
+    """Return the measures of one run; trained, and measured, only where `out` does not have them.
+
+    A run that diverges is a result too: its measures are `diverged`, the message alone.
+    """
     path, folder = out / "cells" / f"{name}.json", out / "runs" / name
     identity = {"config": dataclasses.asdict(config), "split_hash": split_hash(splits)}
     measures = _tables.read_cell(path, identity)
-    if measures is not None:
-        return measures
-    # an interrupted run goes on, a finished one is measured, one with other settings is refused
-    train_on(config, splits, folder, resume=True)
+    if measures is None:
+        try:
+            # an interrupted run goes on, a finished one is measured, one with other settings is refused
+            log = train_on(config, splits, folder, resume=True)
+        except Diverged as error:
+            measures = {"diverged": str(error).partition(";")[0]}
+        else:
+            measures = measure_run(folder, config, splits, foreign)
+            measures["validation_perplexity"] = min(row["validation_perplexity"] for row in log.rows)
+        _tables.write_cell(path, identity, measures)
+    return measures
+
+
+def measure_run(
+    folder: Path, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None
+) -> dict[str, Any]:
+    """Return everything the tables say of a finished run; the translations of the main test are kept, for its p-value."""
     _, vocabulary, model = load_run(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tests = {split: pairs for split, pairs in splits.items() if split.startswith("test")}
-    kind = "tokenised" if config.dataset == "iwslt14" else "cased"
-    quality = {split: measure_quality(model, vocabulary, pairs, kind=kind) for split, pairs in tests.items()}
     main = next(iter(tests))
-    measures = {
-        "tests": quality,
-        "uncertainty": measure_uncertainty(
-            model, vocabulary, tests[main], quality[main]["outputs"], num_samples=NUM_SAMPLES
-        ),
-        "parameters": read_run(folder)["num_parameters"],
-        "train_seconds": read_run(folder)["train_seconds"],
-    }
+    kinds: dict[str, bleu.Kind] = dict.fromkeys(tests, "tokenised" if config.dataset == "iwslt14" else "cased")
     if foreign is not None and config.dataset != "iwslt14":
-        measures["tests"][OUT_OF_DOMAIN] = measure_quality(model, vocabulary, foreign, kind="lowercase")
-    _tables.write_cell(path, identity, measures)
-    return measures
+        tests[OUT_OF_DOMAIN], kinds[OUT_OF_DOMAIN] = foreign, "lowercase"
+    run = read_run(folder)
+    seconds, quality = {"train": run["train_seconds"]}, {}
+    with tf32_products():
+        for split, pairs in tests.items():
+            started = time.monotonic()
+            quality[split] = measure_quality(model, vocabulary, pairs, kind=kinds[split])
+            seconds[split] = round(time.monotonic() - started, 3)
+        started, outputs = time.monotonic(), quality[main]["outputs"]
+        uncertainty = measure_uncertainty(model, vocabulary, tests[main], outputs, num_samples=NUM_SAMPLES)
+        seconds["uncertainty"] = round(time.monotonic() - started, 3)
+    return {
+        "tests": {s: {k: v for k, v in found.items() if s == main or k != "outputs"} for s, found in quality.items()},
+        "uncertainty": uncertainty,
+        "parameters": run["num_parameters"],
+        "seconds": seconds,
+    }
 
 
 Cells = dict[str, dict[int, dict[str, Any]]]
@@ -128,7 +151,9 @@ def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
             "test": test,
             **{name: values[name] for name in ("bleu", "chrf", "perplexity", "token_accuracy", "token_ece")},
             "bleu_signature": values["bleu_signature"],
-            "train_seconds": cell["train_seconds"],
+            "validation_perplexity": cell["validation_perplexity"],
+            "train_seconds": cell["seconds"]["train"],
+            "test_seconds": cell["seconds"][test],
         }
         for variant, by_seed in cells.items()
         for seed, cell in by_seed.items()

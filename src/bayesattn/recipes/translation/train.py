@@ -48,7 +48,7 @@ class TranslationConfig:
         dropout: On embeddings, between layers and before the output.
         learning_rate: Peak of Adam's, reached after `warmup` and falling to 0 along a cosine.
         warmup: Share of the steps in which it rises.
-        decoder_mode: `eager`, `compile` or `cuda-graph` (`graphs.py`).
+        decoder_mode: `eager`, `compile`, `cuda-graph` or `auto` (`graphs.py`).
     """
 
     dataset: str = "multi30k"

@@ -99,6 +99,11 @@ def check_lengths(sources: Sequence[Sequence[int]], max_tokens: int, name: str) 
             raise ValueError(f"{name}, line {number} has {len(tokens)} tokens; allowed: at most {max_tokens}")
 
 
+def evaluation_tokens(model: Translator) -> int:
+    """Return the tokens of a batch outside training: a GPU waits for launches, so many; a CPU gains nothing by more."""
+    return 8192 if next(model.parameters()).is_cuda else 1024
+
+
 @torch.no_grad()
 def decode(
     model: Translator,
@@ -106,7 +111,7 @@ def decode(
     *,
     beam: int = 10,
     penalty: float = 1.0,
-    batch_tokens: int = 2048,
+    batch_tokens: int | None = None,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[list[int]]:
     """Return the best translation of every source, without its end token.
@@ -116,12 +121,12 @@ def decode(
         sources: Tokens, end token last.
         beam: Hypotheses kept.
         penalty: Power of the length penalty.
-        batch_tokens: Source tokens decoded together.
+        batch_tokens: Source tokens decoded together; None for `evaluation_tokens`.
         on_progress: Called with the sentences done and to do.
     """
     found: list[list[int]] = [[] for _ in sources]
     done = 0
-    for indices, memory in _encoded(model, sources, batch_tokens):
+    for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model)):
         longest = max(len(sources[index]) for index in indices)
         best = beam_search(
             lambda tokens, state, memory=memory: model.next_log_probs(tokens, state, memory),
@@ -139,6 +144,18 @@ def decode(
         done += len(indices)
         on_progress(done, len(sources))
     return found
+
+
+def decode_draws(
+    model: Translator, sources: Sequence[list[int]], method: str, num_samples: int, *, penalty: float = 1.0
+) -> list[list[list[int]]]:
+    """Return, for every source, the greedy translations of M draws, all decoded side by side; none for `mean`."""
+    if method == "mean":
+        return [[] for _ in sources]
+    repeated = [tokens for tokens in sources for _ in range(num_samples)]
+    with drawing(model, method):
+        found = decode(model, repeated, beam=1, penalty=penalty)
+    return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
 
 
 def _encoded(model: Translator, sources: Sequence[list[int]], batch_tokens: int) -> Iterator[tuple[list[int], Memory]]:
@@ -246,18 +263,14 @@ def translate(
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         best = decode(model, sources, beam=beam, penalty=penalty)
-        sampled: list[list[list[int]]] = []
-        if method != "mean":
-            with drawing(model, method):
-                sampled = [decode(model, sources, beam=1, penalty=penalty) for _ in range(num_samples)]
+        sampled = decode_draws(model, sources, method, num_samples, penalty=penalty)
         found: list[Translation | None] = [None] * len(sources)
         targets = [[*tokens, END] for tokens in best]
-        for indices in token_batches(Corpus(sources, targets), 1024):
+        for indices in token_batches(Corpus(sources, targets), evaluation_tokens(model)):
             chosen = indices.tolist()
             judged = judge(model, [sources[i] for i in chosen], [targets[i] for i in chosen], method, num_samples)
             for row, i in enumerate(chosen):
-                own = [draw[i] for draw in sampled]
-                found[i] = _assemble(str(sentences[i]), best[i], judged, row, own, vocabulary)
+                found[i] = _assemble(str(sentences[i]), best[i], judged, row, sampled[i], vocabulary)
     return [translation for translation in found if translation is not None]
 
 
