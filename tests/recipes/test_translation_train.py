@@ -345,8 +345,12 @@ def simple_scores(monkeypatch):
         "sentence_scores",
         lambda outputs, references: {name: [*map(common_words, outputs, references)] for name in ("chrf", "bleu")},
     )
-    monkeypatch.setattr(bleu, "sentence_counts", lambda outputs, references: [*map(common_words, outputs, references)])
-    monkeypatch.setattr(bleu, "bleu_of_counts", lambda counts: sum(counts) / len(counts))
+    monkeypatch.setattr(
+        bleu,
+        "sentence_counts",
+        lambda *texts: [bleu.Counts((round(common_words(*pair)),), (100,), 0, 0) for pair in zip(*texts, strict=True)],
+    )
+    monkeypatch.setattr(bleu, "bleu_of_counts", lambda counts: sum(c.correct[0] for c in counts) / len(counts))
     monkeypatch.setattr(bleu, "bootstrap_p_value", lambda baseline, ours, references: 0.25)
 
 

@@ -1,6 +1,8 @@
 """The paper's two translation tables again: BLEU and cost of every variant, with what our data sets and draws add."""
 
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +17,17 @@ from bayesattn.recipes._train import progress
 from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
-from bayesattn.recipes.translation.measure import measure_quality, measure_uncertainty, tf32_products
+from bayesattn.recipes.translation.measure import REJECTED, measure_quality, measure_uncertainty, tf32_products
 from bayesattn.recipes.translation.text import Pairs
-from bayesattn.recipes.translation.train import TranslationConfig, load_config, load_run, train_on
+from bayesattn.recipes.translation.train import CONFIGS, TranslationConfig, load_config, load_run, train_on
 from bayesattn.report.aggregate import over_runs
 from bayesattn.runs import read_run, write_bytes, write_json
 
 DATASETS = ("multi30k", "tatoeba")
-VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc", "hard", "gaussian", "mc-dropout", "enum", "sample", "dirichlet")
+VARIANTS = (
+    *("soft", "nokl", "lf", "lc", "wf", "wc", "wc-default", "sampled-kl"),
+    *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "exact", "enum", "sample", "dirichlet"),
+)
 # IWSLT14 German–English, tokenised and lower-cased: BLEU (Sec. 4.4), seconds a step and millions of parameters (App. D);
 # soft attention's cost and the lognormal variant are in comments of the paper's source only
 PAPER_BLEU = {"soft": 32.77, "dirichlet": 30.05, "enum": 33.68, "sample": 33.30, "wc": 33.81, "lc": 33.63}
@@ -39,40 +44,53 @@ def reproduce(
     out: Path,
     console: Console,
     settings: Sequence[str] = (),
+    minutes: float | None = None,
 ) -> Path:
     """Train and measure what is missing in `out`, write the tables as Markdown, CSV and JSON, and print them.
 
     Args:
         datasets: Of `DATASETS`; None for all.
-        variants: Config names without the data set; None for all. Differences are to `soft`, which is always run.
+        variants: Config names without the data set; None for all the data set has. Differences are to `soft`, which is
+            always run.
         num_seeds: Runs per variant, with seeds 0, 1, …
         data: Folder of the data sets.
         out: Folder of the runs and tables.
         console: Where to print.
         settings: `name=value` on top of every config.
+        minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains and
+            times nothing.
     """
     datasets = _chosen("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
-    variants = _chosen("variants", variants, VARIANTS, VARIANTS)
-    variants = variants if "soft" in variants else ["soft", *variants]
+    if variants is not None:
+        variants = list(dict.fromkeys(("soft", *_chosen("variants", variants, VARIANTS, VARIANTS))))
     bleu.corpus_bleu(["a"], ["a"])  # before hours of training: is sacrebleu there?
+    wanted = {
+        dataset: variants or [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()] for dataset in datasets
+    }
     loaded = {dataset: load_splits(dataset, data) for dataset in datasets}
     foreign = load_out_of_domain(data) if data is not None else None
-    parts, cells = [], {}
+    ends = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
+    parts = []
     with progress(console) as display:
-        task = display.add_task("", total=len(datasets) * len(variants) * num_seeds)
+        task = display.add_task("", total=sum(map(len, wanted.values())) * num_seeds)
         for dataset in datasets:
-            for variant in variants:
-                for seed in range(num_seeds):
-                    display.update(task, description=f"{dataset}-{variant}, seed {seed}")
-                    config = load_config(f"{dataset}-{variant}", [*settings, f"seed={seed}"])
-                    name = f"{dataset}-{variant}-{seed}"
-                    cells[dataset, variant, seed] = run_cell(name, config, loaded[dataset], foreign, out)
-                    display.advance(task)
-    for dataset in datasets:
-        found = {v: {seed: cells[dataset, v, seed] for seed in range(num_seeds)} for v in variants}
-        _tables.write_csv(out / f"{dataset}.csv", csv_rows(dataset, found))
-        parts.append(render(dataset, found, loaded[dataset], split_hash(loaded[dataset])))
-    parts.append(cost_table(datasets[0], variants, out, settings))
+            cells: Cells = {variant: {} for variant in wanted[dataset]}
+            # all variants of a seed, then the next seed: what an interrupted experiment leaves can be compared
+            for seed, variant in itertools.product(range(num_seeds), cells):
+                name = f"{dataset}-{variant}-{seed}"
+                display.update(task, description=name)
+                config = load_config(f"{dataset}-{variant}", [*settings, f"seed={seed}"])
+                if time.monotonic() < ends or (out / "cells" / f"{name}.json").exists():
+                    cells[variant][seed] = run_cell(name, config, loaded[dataset], foreign, out)
+                display.advance(task)
+            if not cells["soft"]:
+                raise ValueError(f"minutes is {minutes}, and no run of {dataset}-soft is finished; allowed: more minutes")
+            rows = csv_rows(dataset, cells)
+            _tables.write_csv(out / f"{dataset}.csv", rows)
+            _tables.write_csv(out / f"{dataset}-uncertainty.csv", uncertainty_csv_rows(dataset, cells))
+            parts.append(render(dataset, cells, loaded[dataset], split_hash(loaded[dataset])))
+    if minutes != 0:
+        parts.append(cost_table(datasets[0], wanted[datasets[0]], out, settings))
     text = "\n".join(parts)
     write_bytes(out / "translation.md", text.encode())
     console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -109,9 +127,7 @@ def run_cell(
     return measures
 
 
-def measure_run(
-    folder: Path, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None
-) -> dict[str, Any]:
+def measure_run(folder: Path, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None) -> dict[str, Any]:
     """Return everything the tables say of a finished run; the translations of the main test are kept, for its p-value."""
     _, vocabulary, model = load_run(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,12 +154,19 @@ def measure_run(
     }
 
 
+# by variant and seed; the measures of a run, or why it diverged
 Cells = dict[str, dict[int, dict[str, Any]]]
 
 
+def _finished(cells: Cells) -> Cells:
+    """Return the runs that did not diverge, without variants that have none."""
+    kept = {v: {s: cell for s, cell in by_seed.items() if "diverged" not in cell} for v, by_seed in cells.items()}
+    return {variant: by_seed for variant, by_seed in kept.items() if by_seed}
+
+
 def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
-    """Return one row for every variant, seed and test set."""
-    return [
+    """Return one row for every variant, seed and test set; of a run that diverged, what it said."""
+    rows = [
         {
             "dataset": dataset,
             "variant": variant,
@@ -152,34 +175,69 @@ def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
             **{name: values[name] for name in ("bleu", "chrf", "perplexity", "token_accuracy", "token_ece")},
             "bleu_signature": values["bleu_signature"],
             "validation_perplexity": cell["validation_perplexity"],
+            "parameters": cell["parameters"],
             "train_seconds": cell["seconds"]["train"],
             "test_seconds": cell["seconds"][test],
+            "uncertainty_seconds": cell["seconds"]["uncertainty"],
+            "diverged": "",
         }
-        for variant, by_seed in cells.items()
+        for variant, by_seed in _finished(cells).items()
         for seed, cell in by_seed.items()
         for test, values in cell["tests"].items()
+    ]
+    lost = [
+        {**dict.fromkeys(rows[0], ""), "dataset": dataset, "variant": v, "seed": seed, "diverged": cell["diverged"]}
+        for v, by_seed in cells.items()
+        for seed, cell in by_seed.items()
+        if "diverged" in cell
+    ]
+    return [*rows, *lost]
+
+
+def uncertainty_csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
+    """Return one row for every variant, seed and signal, with its whole rejection curve."""
+    return [
+        {
+            "dataset": dataset,
+            "variant": variant,
+            "seed": seed,
+            "signal": signal,
+            "spearman_chrf": found["spearman_chrf"],
+            "spearman_bleu": found["spearman_bleu"],
+            **{f"bleu_{share:.0%}_withheld": value for share, value in zip(REJECTED, found["rejection"], strict=True)},
+        }
+        for variant, by_seed in _finished(cells).items()
+        for seed, cell in by_seed.items()
+        for signal, found in cell["uncertainty"].items()
     ]
 
 
 def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) -> str:
     """Return the Markdown of one data set: quality beside the paper's BLEU, and the worth of the uncertainty."""
-    tests = list(next(iter(cells["soft"].values()))["tests"])
+    finished = _finished(cells)
+    any_soft = next(iter(finished["soft"].values()))
+    tests = list(any_soft["tests"])
     main = tests[0]
-    signature = cells["soft"][0]["tests"][main]["bleu_signature"]
-    rows = [_quality_row(variant, by_seed, cells["soft"], main, splits[main]) for variant, by_seed in cells.items()]
-    header = ["attention", f"BLEU, {main}", "− soft", "p (bootstrap)", "perplexity", "token ECE", "paper, IWSLT14"]
+    rows = [_quality_row(variant, by_seed, finished["soft"], main, splits[main]) for variant, by_seed in finished.items()]
+    header = ["attention", "seeds", f"BLEU, {main}", "− soft", "p (bootstrap), each seed", "perplexity", "token ECE"]
     others = [
         [v, *(_tables.show(over_runs([cell["tests"][t]["bleu"] for cell in by_seed.values()])) for t in tests[1:])]
-        for v, by_seed in cells.items()
+        for v, by_seed in finished.items()
     ]
     lines = [
-        f"## {dataset}: {len(cells['soft'])} seeds, split {digest[:16]}\n\n",
-        _tables.markdown(header, rows),
-        f"\n{signature}. The p-value is of seed 0's translations, paired bootstrap of 1,000 resamples.\n\n",
+        f"## {dataset}, split {digest[:16]}\n\n",
+        _tables.markdown([*header, "paper, IWSLT14"], rows),
+        f"\n{any_soft['tests'][main]['bleu_signature']}; paired bootstrap of 1,000 resamples.\n\n",
+        *(
+            f"{variant}, seed {seed}, diverged: {cell['diverged']}.\n\n"
+            for variant, by_seed in cells.items()
+            for seed, cell in by_seed.items()
+            if "diverged" in cell
+        ),
     ]
     if tests[1:]:
         lines += [_tables.markdown(["BLEU", *tests[1:]], others), "\n"]
-    lines += [_tables.markdown(_UNCERTAINTY_HEADER, _uncertainty_rows(cells)), "\n"]
+    lines += [_tables.markdown(_UNCERTAINTY_HEADER, _uncertainty_rows(finished)), "\n"]
     return "".join(lines)
 
 
@@ -187,16 +245,18 @@ def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], ma
     def each(cells: dict[int, Any], name: str) -> dict[int, float]:
         return {seed: cell["tests"][main][name] for seed, cell in cells.items()}
 
-    difference = _tables.paired(each(by_seed, "bleu"), each(soft, "bleu")).difference
-    p_value = None
-    if variant != "soft":
-        baseline, ours = (cells[0]["tests"][main]["outputs"] for cells in (soft, by_seed))
-        p_value = bleu.bootstrap_p_value(baseline, ours, pairs.targets)
+    common = {seed: cell for seed, cell in by_seed.items() if seed in soft}
+    difference, p_values = "–", "–"
+    if variant != "soft" and common:
+        difference = _tables.show(_tables.paired(each(common, "bleu"), each(soft, "bleu")).difference)
+        texts = [[cells[seed]["tests"][main]["outputs"] for cells in (soft, common)] for seed in common]
+        p_values = ", ".join(_tables.show_p(bleu.bootstrap_p_value(*both, pairs.targets)) for both in texts)
     return [
         variant,
+        str(len(by_seed)),
         _tables.show(over_runs(list(each(by_seed, "bleu").values()))),
-        "–" if variant == "soft" else _tables.show(difference),
-        _tables.show_p(p_value),
+        difference,
+        p_values,
         _tables.show(over_runs(list(each(by_seed, "perplexity").values()))),
         _tables.show(over_runs(list(each(by_seed, "token_ece").values())), digits=3),
         f"{PAPER_BLEU[variant]:.2f}" if variant in PAPER_BLEU else "–",
@@ -212,7 +272,8 @@ def _uncertainty_rows(cells: Cells) -> list[list[str]]:
         for signal in next(iter(by_seed.values()))["uncertainty"]:
             found = [cell["uncertainty"][signal] for cell in by_seed.values()]
             numbers = [[f["spearman_chrf"], f["spearman_bleu"], f["rejection"][0], f["rejection"][2]] for f in found]
-            shown = [_tables.show(over_runs(list(column))) for column in zip(*numbers, strict=True)]
+            columns = zip(*numbers, strict=True)
+            shown = [_tables.show(over_runs(list(c)), digits=d) for c, d in zip(columns, (3, 3, 2, 2), strict=True)]
             rows.append([f"{variant}, {signal}", *shown])
     return rows
 
