@@ -35,7 +35,7 @@ def _exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _log2_of_minus_log2(x, FAST: tl.constexpr):
-    # in one piece, because Triton's minus is a subtraction from zero, and the hardware's logarithm negates for nothing
+    # in one piece: Triton's minus is a subtraction from zero, while the hardware's logarithm negates for nothing
     if FAST:
         return tl.inline_asm_elementwise(
             "{.reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 t, t; lg2.approx.ftz.f32 $0, t;}",
@@ -47,9 +47,9 @@ def _log2_of_minus_log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
-    """Return (r + 1/2) / 2^16 for one half r of a word.
+    """Return (r + 1/2) / 2^16 for one half r of a word; `base` has the bits of 128.0.
 
-    As the last bits of the mantissa of 128, r makes 128 + r / 2^16: a permutation of bytes, no conversion. A float32 holds that,
+    As the last bits of its mantissa, r makes 128 + r / 2^16: a permutation of bytes, no conversion. A float32 holds that,
     128 − 2^-17 and their difference exactly.
     """
     if FAST:
@@ -58,13 +58,14 @@ def _uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
         else:
             bits = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7610;", "=r,r,r", [word, base], tl.uint32, True, 1)
     else:
-        bits = (word >> 16 if HIGH else word & 0xFFFF) | 0x43000000
+        bits = (word >> 16 if HIGH else word & 0xFFFF) | base
     return bits.to(tl.float32, bitcast=True) - UNIFORM_SHIFT
 
 
 @triton.jit
 def _draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
     """Turn one word into the log2-noise of two neighbouring keys."""
+    # 128.0, hidden from the compiler: it would write the constant into the instruction and fetch the permutation each time
     base = tl.where(strength < 0, 0, 0x43000000).to(tl.uint32)
     low, high = _uniform(word, base, False, FAST), _uniform(word, base, True, FAST)
     if WEIBULL:
