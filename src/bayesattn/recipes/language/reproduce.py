@@ -33,7 +33,7 @@ from bayesattn.recipes.language.train import (
     train_model,
     write_record,
 )
-from bayesattn.recipes.language.work import run_all, unpacked
+from bayesattn.recipes.language.work import run_all, unpacked, warm_up
 from bayesattn.runs import (
     RUN_FILE,
     Predictions,
@@ -243,6 +243,8 @@ def reproduce(
     """
     names, rows = _chosen(names, variants)
     settings = [*_precision(settings), *settings]
+    if jobs > 1:
+        warm_up()
     plans = {name: _plan(name, rows, num_seeds, settings, data, noise, out) for name in names}
     # reads and tokenises the data now, once for all runs: a missing file must not show after hours
     todo = _in_order(plans.values())

@@ -30,7 +30,7 @@ from bayesattn.recipes.language.metrics import GLUE_METRICS
 from bayesattn.recipes.language.prepare import Prepared
 from bayesattn.recipes.language.tasks import find_task
 from bayesattn.recipes.language.train import LanguageConfig, load_config, make_collator, prepare_run, train_model
-from bayesattn.recipes.language.work import run_all, unpacked
+from bayesattn.recipes.language.work import run_all, unpacked, warm_up
 from bayesattn.runs import write_bytes
 
 # not those of the tables
@@ -47,7 +47,12 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "BAM-NOKL": {**_SPEED, "attention.weibull_k": [1, 0.5]},
     # through the keys, a pretrained encoder's KL has a gradient 700 times the likelihood's; without them, 100 times. Weights
     # of 1e-3 and 1e-2 were tried first: nearly all models said the majority class of their task, whatever the text
-    "BAM-WC": {**_SPEED, "training.kl_schedule.final": [1e-5, 1e-4], "attention.detach_keys": ["true"]},
+    "BAM-WC": {
+        "training.learning_rate": [5e-5],
+        "training.epochs": [3, 6],
+        "training.kl_schedule.final": [1e-6, 1e-5, 1e-4, 3e-4],
+        "attention.detach_keys": ["true"],
+    },
 }
 
 
@@ -208,6 +213,8 @@ def search(
     others = [name for name in tasks if find_task(name).kind != "classification"]
     if others:
         raise ValueError(f"tasks has {others}; allowed: tasks of classification, which alone have an NLL and a calibration")
+    if jobs > 1:
+        warm_up()
     found = trials(tasks, variants, num_seeds, settings, out, only)
     todo = [trial for trial in found if read_cell(trial.path, trial.identity) is None]
     work = {trial.name: (trial, prepare_run(trial.config, data)) for trial in todo}

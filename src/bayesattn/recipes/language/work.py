@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from bayesattn.runs import write_bytes
 TRIES = 2
 # where nothing has worked so far, this many failures end the work: a wrong setting fails everywhere
 HOPELESS = 3
+# read once by the process that all others are forked from, which never touches a GPU; importing them takes seconds
+PRELOADED = ["bayesattn.recipes.language.reproduce"]
 
 
 @dataclass
@@ -59,6 +61,19 @@ class Outcome:
             (folder / f"{name}.txt").unlink(missing_ok=True)
         for name, text in self.failures.items():
             write_bytes(folder / f"{name}.txt", text.encode())
+
+
+def warm_up() -> None:
+    """Let the imports of later processes begin now, beside whatever the caller does next; may be called again."""
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
+def _set_up(threads: int, cache: str | None) -> None:
+    """Give a new process its share of the cores, and the folder of decompressed encoders, which is younger than its parent."""
+    torch.set_num_threads(threads)
+    if cache is not None:
+        os.environ[CACHE_VARIABLE] = cache
 
 
 def run_all(
@@ -110,10 +125,12 @@ def _run_here(function, work, deadline, outcome: Outcome, on_begin, on_end) -> N
 
 def _run_in_processes(function, work, num_processes: int, deadline, outcome: Outcome, on_begin, on_end) -> None:
     waiting = deque((name, 1) for name in work)
+    warm_up()
     threads = max(torch.get_num_threads() // num_processes, 1)
+    facts = (threads, os.environ.get(CACHE_VARIABLE))
     while waiting and _may_begin(outcome, deadline):
         # a pool one of whose processes was killed is of no use any more; the next round makes another
-        with ProcessPoolExecutor(num_processes, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+        with ProcessPoolExecutor(num_processes, get_context("forkserver"), _set_up, facts) as pool:
             running: dict[Future, tuple[str, int]] = {}
             try:
                 is_broken = False
