@@ -70,7 +70,7 @@ def warm_up() -> None:
 
 
 def _set_up(threads: int, cache: str | None) -> None:
-    """Give a new process its share of the cores, and the folder of decompressed encoders, which is younger than its parent."""
+    """Give a new process its share of the cores, and the folder of decompressed encoders, younger than its parent."""
     torch.set_num_threads(threads)
     if cache is not None:
         os.environ[CACHE_VARIABLE] = cache
