@@ -12,6 +12,7 @@ from bayesattn.functional import attention
 GPU_SHAPES = [(16, 12, 512, 64), (8, 16, 2048, 64), (4, 16, 4096, 64), (4, 16, 4096, 128), (1, 16, 16384, 64)]
 CPU_SHAPES = [(8, 8, 256, 32), (2, 4, 1024, 64)]
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
+LOGNORMAL = AttentionConfig("BAM-LC")
 
 
 def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
@@ -63,9 +64,9 @@ def _run_shape(suite: Suite, shape: tuple[int, int, int, int], device: str, dtyp
 
         return call
 
-    def bayesian(backend: str, function=attention):
+    def bayesian(backend: str, function=attention, config: AttentionConfig = CONFIG):
         def call() -> None:
-            output, kl = function(query, key, value, config=CONFIG, prior=prior, backend=backend)
+            output, kl = function(query, key, value, config=config, prior=prior, backend=backend)
             backward([output, kl], [upstream, weight])
 
         return call
@@ -83,6 +84,7 @@ def _run_shape(suite: Suite, shape: tuple[int, int, int, int], device: str, dtyp
         suite.run(case, "sdpa flash", mode, recorded(soft(SDPBackend.FLASH_ATTENTION)))
         suite.run(case, "sdpa flash dropout", mode, recorded(soft(SDPBackend.FLASH_ATTENTION, 0.1)))
         suite.run(case, "BAM-WC", mode, recorded(bayesian("auto")))
+        suite.run(case, "BAM-LC", "fwd+bwd", bayesian("auto", config=LOGNORMAL))
     if eager_fits:
         suite.run(case, "BAM-WC eager", "fwd+bwd", bayesian("reference"))
         if device == "cuda":
@@ -93,6 +95,7 @@ def _run_shape(suite: Suite, shape: tuple[int, int, int, int], device: str, dtyp
         if device == "cuda":
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 suite.run(case, "sdpa flash", "forward", lambda: F.scaled_dot_product_attention(query, key, value))
+            suite.run(case, "BAM-LC", "forward", lambda: attention(query, key, value, config=LOGNORMAL, need_kl=False))
             flex = _flex_hash(query, key, value)
             suite.run(case, "flex, hash noise", "forward", flex)
         else:

@@ -14,6 +14,8 @@ MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
 TWO_PI = tl.constexpr(6.283185307179586)
 ROUNDS = tl.constexpr(7)
 UNIFORM_SHIFT = tl.constexpr(128.0 - 2.0**-17)
+# HAS_MASK: 0, FULL_MASK, or KEY_MASK where all queries have the same keys
+FULL_MASK, KEY_MASK = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -46,6 +48,17 @@ def _log2_of_minus_log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _cos_sin(turns, FAST: tl.constexpr):
+    """Return cosine and sine of turns in (−1/2, 1/2), where the hardware's own are exact to 2^-20."""
+    angle = turns * TWO_PI
+    if FAST:
+        cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
+        return cos, tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
+    else:
+        return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
 def _uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
     """Return (r + 1/2) / 2^16 for one half r of a word; `base` has the bits of 128.0.
 
@@ -72,8 +85,10 @@ def _draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
         # log2 of E up to the factor ln 2, which a row shares
         return strength * _log2_of_minus_log2(low, FAST), strength * _log2_of_minus_log2(high, FAST)
     else:
-        radius = tl.sqrt(_log2(low, FAST) * MINUS_2_LN_2) * strength
-        return radius * tl.cos(high * TWO_PI), radius * tl.sin(high * TWO_PI)
+        # half a turn back, and both signs with it
+        radius = tl.sqrt(_log2(low, FAST) * MINUS_2_LN_2) * -strength
+        cos, sin = _cos_sin(high - 0.5, FAST)
+        return radius * cos, radius * sin
 
 
 @triton.jit
@@ -117,7 +132,9 @@ def _allowed(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL: tl.constexpr, HAS
     allowed = (rn < N)[None, :] & (rm < M)[:, None]
     if CAUSAL:
         allowed = allowed & (rm[:, None] >= rn[None, :])
-    if HAS_MASK:
+    if HAS_MASK == KEY_MASK:
+        allowed = allowed & (tl.load(mask + rn * stride_mn, mask=rn < N, other=0) != 0)[None, :]
+    elif HAS_MASK:
         allowed = allowed & (tl.load(mask + rm[:, None] * stride_mm + rn[None, :] * stride_mn, mask=allowed, other=0) != 0)
     return allowed
 

@@ -144,12 +144,13 @@ def launch_gradients(
 def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
     """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
     sizes = (query.shape[-1], value.shape[-1])
-    return _kernel_constants(kernel, sizes, query.dtype, mask is not None, tuple(switches.items()))
+    has_mask = 0 if mask is None else (kernels.KEY_MASK if mask.shape[2] == 1 else kernels.FULL_MASK).value
+    return _kernel_constants(kernel, sizes, query.dtype, has_mask, tuple(switches.items()))
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel_constants(
-    kernel: str, sizes: tuple[int, int], dtype: torch.dtype, has_mask: bool, switches: tuple[tuple[str, bool], ...]
+    kernel: str, sizes: tuple[int, int], dtype: torch.dtype, has_mask: int, switches: tuple[tuple[str, bool], ...]
 ) -> dict:
     bd, bdv = map(padded, sizes)
     is_float = dtype == torch.float32
