@@ -130,6 +130,20 @@ def test_same_answer_in_two_windows_counts_once(tokenizer):
     assert float(found.probabilities[0, 0]) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_window_with_fewer_spans_than_candidates_has_empty_answers_of_no_mass(tokenizer):
+    question = make_question(context="red", text="red")
+    (window,) = windows(tokenizer, [question], 64)
+    # two more tokens than the window has: padding of its batch
+    length = len(window.offsets) + 2
+    allowed = torch.tensor([[span is not None for span in window.offsets] + [False] * 2])
+    (scores,) = score_windows(*torch.randn(2, 3, 1, length), allowed)
+    found = answer(question, [(window, scores)], allows_none=False)
+    assert found.texts == ["red", "", "", "", ""]
+    # all but the least mass that "another answer" always has
+    torch.testing.assert_close(found.probabilities[:, 0], torch.ones(3))
+    assert float(found.probabilities[:, 1:5].sum()) == 0.0
+
+
 def test_right_class_is_the_candidate_that_matches_after_normalisation():
     found = squad.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0)
     assert right_class(make_question(), found, allows_none=True) == 1

@@ -212,29 +212,28 @@ class WindowScores:
 def score_windows(
     start: Float[Tensor, "s b l"], end: Float[Tensor, "s b l"], allowed: Bool[Tensor, "b l"]
 ) -> list[WindowScores]:
-    """Reduce token scores to what `answer` needs; all spans of a window at once.
+    """Reduce token scores to what `answer` needs; all spans of all windows at once.
 
     Args:
         start: Scores of first tokens, draws first.
         end: Scores of last tokens.
         allowed: Tokens of the paragraph.
     """
-    s, _, length = start.shape
-    ones = torch.ones(length, length, dtype=torch.bool, device=start.device)
-    band = ones.triu() & ones.tril(MAX_ANSWER_TOKENS - 1)
-    reduced = []
-    for index in range(start.shape[1]):
-        valid = band & allowed[index].unsqueeze(1) & allowed[index].unsqueeze(0)
-        scores = (start[:, index].unsqueeze(2) + end[:, index].unsqueeze(1)).float()
-        scores = scores.masked_fill(~valid, -torch.inf).flatten(1)
-        # a mean over −inf stays −inf: forbidden spans never win
-        best = scores.mean(dim=0).topk(min(NUM_CANDIDATES, length * length)).indices
-        null = (start[:, index, 0] + end[:, index, 0]).float()
-        spans = torch.stack([best // length, best % length], dim=1)
-        reduced.append(
-            WindowScores(scores.logsumexp(dim=1).cpu(), null.cpu(), spans.cpu(), scores[:, best].reshape(s, -1).cpu())
-        )
-    return reduced
+    longest = MAX_ANSWER_TOKENS
+    null = (start[:, :, 0] + end[:, :, 0]).float()
+    firsts = start.float().masked_fill(~allowed, -torch.inf)
+    lasts = torch.nn.functional.pad(end.float().masked_fill(~allowed, -torch.inf), (0, longest - 1), value=-torch.inf)
+    # [s, b, first token, length − 1 of the answer]
+    scores = (firsts.unsqueeze(3) + lasts.unfold(2, longest, 1)).flatten(2)
+    # a mean over −inf stays −inf: forbidden spans never win
+    mean, best = scores.mean(dim=0).topk(min(NUM_CANDIDATES, scores.shape[2]), dim=1)
+    first = best // longest
+    spans = torch.stack([first, first + best % longest], dim=2)
+    # no paragraph begins at token 0: a window with fewer spans than candidates says so by it
+    spans = spans.masked_fill(mean.isneginf().unsqueeze(2), 0).cpu()
+    chosen = scores.gather(2, best.expand(len(scores), -1, -1)).cpu()
+    log_total, null = scores.logsumexp(dim=2).cpu(), null.cpu()
+    return [WindowScores(log_total[:, i], null[:, i], spans[i], chosen[:, i]) for i in range(len(spans))]
 
 
 @dataclass(frozen=True)
@@ -263,30 +262,31 @@ def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *,
     null = torch.stack([scores.null for _, scores in pieces]).amin(dim=0)
     totals = [scores.log_total for _, scores in pieces] + ([null] if allows_none else [])
     log_total = torch.stack(totals).logsumexp(dim=0)
-    merged: dict[str, tuple[str, Tensor]] = {}
+    groups: dict[str, int] = {}
+    found: list[tuple[int, str, Tensor]] = []
     for window, scores in pieces:
-        for k, (first, last) in enumerate(scores.spans.tolist()):
+        for (first, last), score in zip(scores.spans.tolist(), scores.scores.unbind(dim=1)):
             begins, ends = window.offsets[first], window.offsets[last]
             if begins is None or ends is None:
                 continue
             text = question.context[begins[0] : ends[1]]
-            key = metrics.normalize_answer(text) or text
-            log_p = scores.scores[:, k] - log_total
             # the same words found twice, in two windows or two places, are one answer
-            merged[key] = (text, torch.logaddexp(merged[key][1], log_p)) if key in merged else (text, log_p)
-    ranked = sorted(merged.values(), key=lambda item: -float(item[1].exp().mean()))[:NUM_CANDIDATES]
-    texts = [text for text, _ in ranked] + [""] * (NUM_CANDIDATES - len(ranked))
-    columns = [log_p.exp() for _, log_p in ranked]
-    columns += [torch.zeros_like(log_total)] * (NUM_CANDIDATES - len(ranked))
+            group = groups.setdefault(metrics.normalize_answer(text) or text, len(groups))
+            found.append((group, text, score))
+    known = torch.zeros(len(null), max(len(groups), NUM_CANDIDATES), dtype=torch.float64)
+    if found:
+        mass = (torch.stack([score for _, _, score in found], dim=1).double() - log_total.double().unsqueeze(1)).exp()
+        known.index_add_(1, torch.tensor([group for group, _, _ in found]), mass)
+    order = known.mean(dim=0).sort(descending=True, stable=True).indices[:NUM_CANDIDATES]
+    names = {group: text for group, text, _ in found}
+    texts = [names.get(group, "") for group in order.tolist()]
+    known = known[:, order]
+    null_score = float((null - log_total - known[:, 0].log()).mean()) if found else float((null - log_total).mean())
     if allows_none:
-        texts, columns = [*texts, ""], [*columns, (null - log_total).exp()]
-    known = torch.stack(columns, dim=1).double()
+        texts, known = [*texts, ""], torch.cat([known, (null - log_total).exp().double().unsqueeze(1)], dim=1)
     rest = (1.0 - known.sum(dim=1, keepdim=True)).clamp(min=1e-9)
     probabilities = torch.cat([known, rest], dim=1)
-    best = ranked[0][1] if ranked else torch.zeros_like(log_total)
-    return Answer(
-        texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), float((null - log_total - best).mean())
-    )
+    return Answer(texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), null_score)
 
 
 def class_names(*, allows_none: bool) -> list[str]:
