@@ -10,8 +10,9 @@ from language_files import GLUE, call, trained, write_glue, write_squad
 
 from bayesattn.recipes.language import serve, shifts
 from bayesattn.recipes.language.data import Example
-from bayesattn.recipes.language.evaluate import Predictor, available_methods, measure_run, predict_run
+from bayesattn.recipes.language.evaluate import measure_run, predict_run
 from bayesattn.recipes.language.metrics import f1, pearson
+from bayesattn.recipes.language.predictor import Predictor, available_methods
 from bayesattn.recipes.language.prepare import Split
 from bayesattn.recipes.language.shifts import character_noise, shifted_splits, word_noise
 from bayesattn.recipes.language.tasks import TASKS

@@ -12,7 +12,8 @@ from language_files import call, sentiment_data
 from rich.console import Console
 
 from bayesattn.recipes.language import reproduce as reproducing
-from bayesattn.recipes.language.reproduce import ROWS, _in_order, _members, _plan, reproduce
+from bayesattn.recipes.language.plan import ROWS, in_order, make_plan, members
+from bayesattn.recipes.language.reproduce import reproduce
 from bayesattn.recipes.language.table import section
 from bayesattn.recipes.language.tasks import TASKS
 from bayesattn.report.gather import group_runs, read_runs
@@ -52,7 +53,7 @@ def test_table_shows_every_row_and_the_shifts(table):
     assert "| words-1 | BAM-WC |" in text
 
 
-def test_ensemble_averages_its_members(table):
+def test_ensemble_averages_itsmembers(table):
     cells = {path.stem: json.loads(path.read_text()) for path in (table / "cells").iterdir()}
     assert cells["own-ensemble-0"]["identity"]["ensemble"] == [0, 1, 2]
     predictions = reproducing.read_predictions(table / "runs" / "own-ensemble-0").splits["test"].samples["ensemble"]
@@ -105,14 +106,14 @@ def test_two_processes_give_what_one_gives(table, sentiment, tmp_path):
 
 
 def test_five_runs_make_three_ensembles_and_no_more_runs():
-    plan = _plan("own", ["soft", "ensemble"], 5, TINY, None, (), Path("out"))
-    assert [_members(seed) for seed in plan.seeds("ensemble")] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    plan = make_plan("own", ["soft", "ensemble"], 5, TINY, None, (), Path("out"))
+    assert [members(seed) for seed in plan.seeds("ensemble")] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
     assert [job.config.seed for job in plan.jobs()] == [0, 1, 2, 3, 4]
 
 
 def test_runs_begin_seed_by_seed():
-    plans = [_plan(name, ["soft", "BAM-WC"], 2, TINY, None, (), Path("out")) for name in ("mrpc", "rte")]
-    names = [job.folder.name for job in _in_order(plans)]
+    plans = [make_plan(name, ["soft", "BAM-WC"], 2, TINY, None, (), Path("out")) for name in ("mrpc", "rte")]
+    names = [job.folder.name for job in in_order(plans)]
     assert names[:4] == ["mrpc-soft-0", "mrpc-BAM-WC-0", "rte-soft-0", "rte-BAM-WC-0"]
     assert all(name.endswith("-1") for name in names[4:])
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from language_files import squad_article, write_squad
 
-from bayesattn.recipes.language import squad
+from bayesattn.recipes.language import spans, squad
 from bayesattn.recipes.language.model import tiny_tokenizer
-from bayesattn.recipes.language.squad import Question, answer, parse, right_class, score_windows, windows
+from bayesattn.recipes.language.spans import answer, right_class, score_windows
+from bayesattn.recipes.language.squad import Question, parse, windows
 from bayesattn.recipes.language.tasks import TASKS
 from data import shared_data
 
@@ -89,7 +90,7 @@ def test_unanswerable_question_points_at_the_first_token(tokenizer):
 
 @pytest.mark.parametrize("allows_none", [False, True])
 def test_distribution_over_answers_is_that_of_all_spans(tokenizer, allows_none, monkeypatch):
-    monkeypatch.setattr(squad, "MAX_ANSWER_TOKENS", 3)
+    monkeypatch.setattr(spans, "MAX_ANSWER_TOKENS", 3)
     question = make_question()
     (window,) = windows(tokenizer, [question], 64)
     length, draws = len(window.row["input_ids"]), 5
@@ -106,7 +107,7 @@ def test_distribution_over_answers_is_that_of_all_spans(tokenizer, allows_none, 
     total = sum(scores.values()) + (null if allows_none else 0.0)
     texts = {span: question.context[window.offsets[span[0]][0] : window.offsets[span[1]][1]] for span in scores}
     # float32 exponentials of sums, about 20 terms
-    for rank, text in enumerate(found.texts[: squad.NUM_CANDIDATES]):
+    for rank, text in enumerate(found.texts[: spans.NUM_CANDIDATES]):
         expected = next(scores[span] for span in scores if texts[span] == text) / total
         torch.testing.assert_close(found.probabilities[:, rank], expected, atol=1e-5, rtol=1e-4)
     if allows_none:
@@ -114,7 +115,7 @@ def test_distribution_over_answers_is_that_of_all_spans(tokenizer, allows_none, 
     torch.testing.assert_close(found.probabilities.sum(dim=1), torch.ones(draws))
     best = max(scores, key=lambda span: float((start[:, 0, span[0]] + end[:, 0, span[1]]).mean()))
     assert texts[best] in found.texts
-    assert found.probabilities.shape[1] == len(squad.class_names(allows_none=allows_none))
+    assert found.probabilities.shape[1] == len(spans.class_names(allows_none=allows_none))
 
 
 def test_same_answer_in_two_windows_counts_once(tokenizer):
@@ -145,9 +146,9 @@ def test_window_with_fewer_spans_than_candidates_has_empty_answers_of_no_mass(to
 
 
 def test_right_class_is_the_candidate_that_matches_after_normalisation():
-    found = squad.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0)
+    found = spans.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0)
     assert right_class(make_question(), found, allows_none=True) == 1
-    assert right_class(make_question(text=None), found, allows_none=True) == squad.NUM_CANDIDATES
+    assert right_class(make_question(text=None), found, allows_none=True) == spans.NUM_CANDIDATES
     assert right_class(make_question(text="heavy"), found, allows_none=True) == 6
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bayesattn.recipes.language import data as text_data
-from bayesattn.recipes.language import squad
+from bayesattn.recipes.language import spans, squad
 from bayesattn.recipes.language.data import Example
 from bayesattn.recipes.language.features import Encoded, encode
 from bayesattn.recipes.language.model import find_encoder, load_tokenizer
@@ -98,7 +98,7 @@ def _sources(task: Task, source: str, data: Path | None) -> tuple[dict[str, Sequ
         if source != "files":
             raise ValueError(f"source is {source!r}; allowed for {task.name}: 'files'")
         questions, note = squad.load(task, data)
-        return dict(questions), tuple(squad.class_names(allows_none=allows_none(task))), note, 0
+        return dict(questions), tuple(spans.class_names(allows_none=allows_none(task))), note, 0
     read = text_data.load(task.name, data, source)
     return dict(read.splits), read.class_names, read.note, read.skipped
 

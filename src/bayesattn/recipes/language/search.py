@@ -25,8 +25,8 @@ from rich.console import Console
 from bayesattn.metrics import evaluate_predictions
 from bayesattn.recipes._tables import markdown, read_cell, write_cell, write_csv
 from bayesattn.recipes._train import progress
-from bayesattn.recipes.language.evaluate import Predictor, available_methods
 from bayesattn.recipes.language.metrics import GLUE_METRICS
+from bayesattn.recipes.language.predictor import Predictor, available_methods
 from bayesattn.recipes.language.prepare import Prepared
 from bayesattn.recipes.language.tasks import find_task
 from bayesattn.recipes.language.train import LanguageConfig, load_config, make_collator, prepare_run, train_model

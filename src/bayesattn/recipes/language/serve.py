@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bayesattn.metrics import top_two_p_value
 from bayesattn.recipes.language import squad
-from bayesattn.recipes.language.evaluate import Predictor, available_methods
 from bayesattn.recipes.language.features import encode
+from bayesattn.recipes.language.predictor import Predictor, available_methods
 from bayesattn.recipes.language.prepare import Split
 from bayesattn.recipes.language.train import LoadedRun, load_run, make_collator
 
