@@ -217,7 +217,7 @@ class CaptioningExperiment(Experiment):
 
 
 # captions, and images, in one forward pass where no gradient is needed
-VALIDATION_BATCH = 500
+VALIDATION_BATCH = 2000
 
 
 def search_options(config: CaptioningConfig) -> dict[str, Any]:

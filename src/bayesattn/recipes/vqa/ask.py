@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from bayesattn.metrics import top_two_p_value
@@ -16,6 +16,7 @@ from bayesattn.recipes._vision.shapes import GRID, pixel_features
 from bayesattn.recipes.vqa.attend import attention_maps
 from bayesattn.recipes.vqa.data import FOLDERS
 from bayesattn.recipes.vqa.evaluate import available_methods
+from bayesattn.recipes.vqa.model import MCAN
 from bayesattn.recipes.vqa.train import VQAConfig, load_run
 
 
@@ -74,19 +75,49 @@ def ask(
         seed: Of the draws.
     """
     config, model = load_run(run)
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
     if not question.strip():
         raise ValueError("question is empty; allowed: at least one word")
     picture = read_image(image)
-    values, mask, grid, boxes = _regions(config, image, picture, features, data)
-    if values.shape[-1] != model.region_proj.in_features:
+    subject = _regions(config, image, picture, features, data)
+    channels = subject[0].shape[-1]
+    if channels != model.region_proj.in_features:
         raise ValueError(
-            f"the features of {image.name} have {values.shape[-1]} channels; the run was trained on "
-            f"{model.region_proj.in_features}"
+            f"the features of {image.name} have {channels} channels; the run was trained on {model.region_proj.in_features}"
         )
+    return answer(config, model, question, picture, *subject, num_samples=num_samples, seed=seed)
+
+
+def answer(
+    config: VQAConfig,
+    model: MCAN,
+    question: str,
+    image: UInt8[Tensor, "height width 3"],
+    regions: Float[Tensor, "1 r d"],
+    mask: Bool[Tensor, "1 r"],
+    grid: tuple[int, int] | None,
+    boxes: Float[Tensor, "r 4"] | None,
+    *,
+    num_samples: int = 20,
+    seed: int = 0,
+) -> Answer:
+    """Answer a question about the regions of one picture.
+
+    Args:
+        config: Of the run.
+        model: Of the run, in eval mode.
+        question: At least one word.
+        image: The picture, which is only kept for the drawing.
+        regions: Its features.
+        mask: True where there is a region.
+        grid: Rows and columns of the regions, or None.
+        boxes: Places of the regions where they are no grid.
+        num_samples: Draws, at least 2.
+        seed: Of the draws.
+    """
+    if num_samples < 2:
+        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
     words, word_mask = model.vocabulary.encode([question])
-    inputs = {"words": words, "word_mask": word_mask, "regions": values, "region_mask": mask}
+    inputs = {"words": words, "word_mask": word_mask, "regions": regions, "region_mask": mask}
     p_value = None
     drawing = available_methods(config)[1:2]
     if drawing:
@@ -106,7 +137,7 @@ def ask(
         p_value=p_value,
         unknown=model.vocabulary.unknown(question),
         maps=maps,
-        image=picture,
+        image=image,
         grid=grid,
         boxes=boxes,
     )

@@ -25,7 +25,7 @@ from bayesattn.runs import Predictions, SplitPredictions
 PAPER_VARIANCE = 5.0
 # questions answered together, and draws of them
 BATCH_SIZE = 128
-CHUNK_SIZE = 4
+CHUNK_SIZE = 10
 # values that one split and method may take in a run's predictions; of larger sets evenly spaced questions are kept
 MAX_VALUES = 2**25
 # longest side of the pictures kept for the report
@@ -134,15 +134,14 @@ def draws(
 ) -> Iterator[tuple[Float[Tensor, "s b c"], list[int]]]:
     """Yield the probability of every answer, draws first, batch by batch, with the questions' indices.
 
-    The feature noise depends on the seed and the question alone, so that all methods and models see the same.
+    The feature noise depends on the seed and the question alone, so that all methods and models on a device see the same.
     """
     split, device = condition.split, next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for number, indices in enumerate(torch.arange(len(split)).split(BATCH_SIZE)):
-        inputs = model_inputs(split, indices, model.vocabulary)
+        inputs = {name: value.to(device) for name, value in model_inputs(split, indices, model.vocabulary).items()}
         if condition.variance:
             inputs["regions"] = add_noise(inputs["regions"], condition.variance, generator)
-        inputs = {name: value.to(device) for name, value in inputs.items()}
         if method == "mean":
             samples = torch.sigmoid(model(**inputs).float()).unsqueeze(0)
         else:
