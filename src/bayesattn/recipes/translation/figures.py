@@ -10,12 +10,27 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from bayesattn.plots import plot_attention
+from bayesattn.plots._style import COLORS, LINES, MARKERS, legend, new_figure, plain
+from bayesattn.plots._style import title as set_title
 from bayesattn.recipes.translation.batches import make_batch
 from bayesattn.recipes.translation.decoder import at_least_float32
+from bayesattn.recipes.translation.measure import REJECTED
 from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.tables import Cells, finished_runs
 from bayesattn.recipes.translation.translate import Translation, available_methods, drawing
 from bayesattn.recipes.translation.vocabulary import END, Vocabulary
 from bayesattn.runs import write_bytes
+
+# what the rejection figure compares: soft attention's own entropy, MC dropout, Bayesian draws
+SHOWN = (
+    ("soft", "mean entropy"),
+    ("soft", "dropout entropy"),
+    ("soft", "dropout disagreement"),
+    ("wc", "attention entropy"),
+    ("wc", "attention disagreement"),
+    ("wc", "attention+dropout entropy"),
+    ("wc", "attention+dropout disagreement"),
+)
 
 
 @torch.no_grad()
@@ -93,7 +108,29 @@ def write_attention_maps(
     folder.mkdir(parents=True, exist_ok=True)
     for number, translation in enumerate(translations, start=1):
         figure = attention_figure(model, vocabulary, translation, num_samples=num_samples, seed=seed)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
-        write_bytes(folder / f"attention-{number}.png", content.getvalue())
+        write_figure(folder / f"attention-{number}.png", figure)
     return folder
+
+
+def rejection_figure(cells: Cells, *, title: str = "") -> Figure:
+    """Draw BLEU of what is left against the share of sentences withheld, mean over seeds, for the signals of `SHOWN`."""
+    figure, axes = new_figure(6.4, 3.8)
+    ax = axes[0, 0]
+    for index, (variant, signal) in enumerate(SHOWN):
+        found = [cell["uncertainty"][signal]["rejection"] for cell in finished_runs(cells).get(variant, {}).values()]
+        if found:
+            mean = [sum(column) / len(column) for column in zip(*found, strict=True)]
+            look = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": LINES[index % len(LINES)]}
+            ax.plot([100 * share for share in REJECTED], mean, label=f"{variant}, {signal}", linewidth=1.6, **look)
+    ax.set(xlabel="least certain sentences withheld, %", ylabel="BLEU of the rest")
+    set_title(ax, title)
+    plain(ax)
+    legend(ax, loc="upper left")
+    return figure
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG; the file appears whole or not at all."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_bytes(path, content.getvalue())

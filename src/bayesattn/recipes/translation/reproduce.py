@@ -17,10 +17,11 @@ from bayesattn.recipes._train import progress
 from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
-from bayesattn.recipes.translation.measure import REJECTED, measure_quality, measure_uncertainty, tf32_products
+from bayesattn.recipes.translation.figures import rejection_figure, write_figure
+from bayesattn.recipes.translation.measure import measure_quality, measure_uncertainty, tf32_products
+from bayesattn.recipes.translation.tables import Cells, csv_rows, render, uncertainty_csv_rows
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.train import CONFIGS, TranslationConfig, load_config, load_run, train_on
-from bayesattn.report.aggregate import over_runs
 from bayesattn.runs import read_run, write_bytes, write_json
 
 DATASETS = ("multi30k", "tatoeba")
@@ -28,9 +29,7 @@ VARIANTS = (
     *("soft", "nokl", "lf", "lc", "wf", "wc", "wc-default", "sampled-kl"),
     *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "exact", "enum", "sample", "dirichlet"),
 )
-# IWSLT14 German–English, tokenised and lower-cased: BLEU (Sec. 4.4), seconds a step and millions of parameters (App. D);
-# soft attention's cost and the lognormal variant are in comments of the paper's source only
-PAPER_BLEU = {"soft": 32.77, "dirichlet": 30.05, "enum": 33.68, "sample": 33.30, "wc": 33.81, "lc": 33.63}
+# App. D: seconds a step and millions of parameters; soft attention's are in a comment of the paper's source only
 PAPER_COST = {"soft": (0.075, 42), "enum": (0.12, 64), "sample": (0.15, 64), "wc": (0.10, 42)}
 NUM_SAMPLES = 20
 
@@ -85,9 +84,9 @@ def reproduce(
                 display.advance(task)
             if not cells["soft"]:
                 raise ValueError(f"minutes is {minutes}, and no run of {dataset}-soft is finished; allowed: more minutes")
-            rows = csv_rows(dataset, cells)
-            _tables.write_csv(out / f"{dataset}.csv", rows)
+            _tables.write_csv(out / f"{dataset}.csv", csv_rows(dataset, cells))
             _tables.write_csv(out / f"{dataset}-uncertainty.csv", uncertainty_csv_rows(dataset, cells))
+            write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
             parts.append(render(dataset, cells, loaded[dataset], split_hash(loaded[dataset])))
     if minutes != 0:
         parts.append(cost_table(datasets[0], wanted[datasets[0]], out, settings))
@@ -152,130 +151,6 @@ def measure_run(folder: Path, config: TranslationConfig, splits: dict[str, Pairs
         "parameters": run["num_parameters"],
         "seconds": seconds,
     }
-
-
-# by variant and seed; the measures of a run, or why it diverged
-Cells = dict[str, dict[int, dict[str, Any]]]
-
-
-def _finished(cells: Cells) -> Cells:
-    """Return the runs that did not diverge, without variants that have none."""
-    kept = {v: {s: cell for s, cell in by_seed.items() if "diverged" not in cell} for v, by_seed in cells.items()}
-    return {variant: by_seed for variant, by_seed in kept.items() if by_seed}
-
-
-def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
-    """Return one row for every variant, seed and test set; of a run that diverged, what it said."""
-    rows = [
-        {
-            "dataset": dataset,
-            "variant": variant,
-            "seed": seed,
-            "test": test,
-            **{name: values[name] for name in ("bleu", "chrf", "perplexity", "token_accuracy", "token_ece")},
-            "bleu_signature": values["bleu_signature"],
-            "validation_perplexity": cell["validation_perplexity"],
-            "parameters": cell["parameters"],
-            "train_seconds": cell["seconds"]["train"],
-            "test_seconds": cell["seconds"][test],
-            "uncertainty_seconds": cell["seconds"]["uncertainty"],
-            "diverged": "",
-        }
-        for variant, by_seed in _finished(cells).items()
-        for seed, cell in by_seed.items()
-        for test, values in cell["tests"].items()
-    ]
-    lost = [
-        {**dict.fromkeys(rows[0], ""), "dataset": dataset, "variant": v, "seed": seed, "diverged": cell["diverged"]}
-        for v, by_seed in cells.items()
-        for seed, cell in by_seed.items()
-        if "diverged" in cell
-    ]
-    return [*rows, *lost]
-
-
-def uncertainty_csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
-    """Return one row for every variant, seed and signal, with its whole rejection curve."""
-    return [
-        {
-            "dataset": dataset,
-            "variant": variant,
-            "seed": seed,
-            "signal": signal,
-            "spearman_chrf": found["spearman_chrf"],
-            "spearman_bleu": found["spearman_bleu"],
-            **{f"bleu_{share:.0%}_withheld": value for share, value in zip(REJECTED, found["rejection"], strict=True)},
-        }
-        for variant, by_seed in _finished(cells).items()
-        for seed, cell in by_seed.items()
-        for signal, found in cell["uncertainty"].items()
-    ]
-
-
-def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) -> str:
-    """Return the Markdown of one data set: quality beside the paper's BLEU, and the worth of the uncertainty."""
-    finished = _finished(cells)
-    any_soft = next(iter(finished["soft"].values()))
-    tests = list(any_soft["tests"])
-    main = tests[0]
-    rows = [_quality_row(variant, by_seed, finished["soft"], main, splits[main]) for variant, by_seed in finished.items()]
-    header = ["attention", "seeds", f"BLEU, {main}", "− soft", "p (bootstrap), each seed", "perplexity", "token ECE"]
-    others = [
-        [v, *(_tables.show(over_runs([cell["tests"][t]["bleu"] for cell in by_seed.values()])) for t in tests[1:])]
-        for v, by_seed in finished.items()
-    ]
-    lines = [
-        f"## {dataset}, split {digest[:16]}\n\n",
-        _tables.markdown([*header, "paper, IWSLT14"], rows),
-        f"\n{any_soft['tests'][main]['bleu_signature']}; paired bootstrap of 1,000 resamples.\n\n",
-        *(
-            f"{variant}, seed {seed}, diverged: {cell['diverged']}.\n\n"
-            for variant, by_seed in cells.items()
-            for seed, cell in by_seed.items()
-            if "diverged" in cell
-        ),
-    ]
-    if tests[1:]:
-        lines += [_tables.markdown(["BLEU", *tests[1:]], others), "\n"]
-    lines += [_tables.markdown(_UNCERTAINTY_HEADER, _uncertainty_rows(finished)), "\n"]
-    return "".join(lines)
-
-
-def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], main: str, pairs: Pairs) -> list[str]:
-    def each(cells: dict[int, Any], name: str) -> dict[int, float]:
-        return {seed: cell["tests"][main][name] for seed, cell in cells.items()}
-
-    common = {seed: cell for seed, cell in by_seed.items() if seed in soft}
-    difference, p_values = "–", "–"
-    if variant != "soft" and common:
-        difference = _tables.show(_tables.paired(each(common, "bleu"), each(soft, "bleu")).difference)
-        texts = [[cells[seed]["tests"][main]["outputs"] for cells in (soft, common)] for seed in common]
-        p_values = ", ".join(_tables.show_p(bleu.bootstrap_p_value(*both, pairs.targets)) for both in texts)
-    return [
-        variant,
-        str(len(by_seed)),
-        _tables.show(over_runs(list(each(by_seed, "bleu").values()))),
-        difference,
-        p_values,
-        _tables.show(over_runs(list(each(by_seed, "perplexity").values()))),
-        _tables.show(over_runs(list(each(by_seed, "token_ece").values())), digits=3),
-        f"{PAPER_BLEU[variant]:.2f}" if variant in PAPER_BLEU else "–",
-    ]
-
-
-_UNCERTAINTY_HEADER = ["attention, draws, signal", "Spearman chrF", "Spearman BLEU", "BLEU, all", "BLEU, 20 % withheld"]
-
-
-def _uncertainty_rows(cells: Cells) -> list[list[str]]:
-    rows = []
-    for variant, by_seed in cells.items():
-        for signal in next(iter(by_seed.values()))["uncertainty"]:
-            found = [cell["uncertainty"][signal] for cell in by_seed.values()]
-            numbers = [[f["spearman_chrf"], f["spearman_bleu"], f["rejection"][0], f["rejection"][2]] for f in found]
-            columns = zip(*numbers, strict=True)
-            shown = [_tables.show(over_runs(list(c)), digits=d) for c, d in zip(columns, (3, 3, 2, 2), strict=True)]
-            rows.append([f"{variant}, {signal}", *shown])
-    return rows
 
 
 def cost_table(dataset: str, variants: Sequence[str], out: Path, settings: Sequence[str]) -> str:
