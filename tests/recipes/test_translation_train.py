@@ -14,6 +14,7 @@ from translation_data import generated_splits
 from bayesattn.baselines import RIVALS
 from bayesattn.cli import main
 from bayesattn.cli.translation import coloured
+from bayesattn.recipes._guards import Diverged
 from bayesattn.recipes._loop import TrainingConfig, train
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes.translation import bleu, cost, figures, measure, reproduce
@@ -378,6 +379,9 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
     cell = json.loads((tmp_path / "cells" / "multi30k-wc-0.json").read_text())["measures"]
     assert len(cell["tests"]["test"]["outputs"]) == len(splits["test"].sources)
     assert len(cell["uncertainty"]["attention entropy"]["rejection"]) == len(measure.REJECTED)
+    assert cell["calibration"]["mean"]["perplexity"] == pytest.approx(cell["tests"]["test"]["perplexity"])
+    assert cell["calibration"]["attention"] != cell["calibration"]["mean"]
+    assert (tmp_path / "multi30k-rejection.png").exists()
     monkeypatch.setattr(reproduce, "train_on", lambda *args, **options: 1 / 0)
     reproduce.reproduce(["multi30k"], ["wc", "enum"], **words, console=console)
     with pytest.raises(ValueError, match="other settings"):
@@ -392,6 +396,29 @@ def test_withholding_the_least_certain_helps_when_certainty_is_right(simple_scor
     assert certain[2] == pytest.approx(100.0)
     wrong = measure.rejection_curve([0.9] * 8 + [0.1] * 2, counts)
     assert wrong[2] < wrong[0]
+
+
+def test_runs_that_diverge_and_runs_that_are_missing_leave_a_table(simple_scores, monkeypatch, tmp_path, capsys):
+    splits = generated_splits(60)
+    monkeypatch.setattr(reproduce, "load_splits", lambda name, data: splits)
+    monkeypatch.setattr(reproduce, "NUM_SAMPLES", 2)
+    words = {"data": None, "out": tmp_path, "settings": [*TINY, "training.epochs=1"], "console": Console(file=io.StringIO())}
+    with pytest.raises(ValueError, match="no run of multi30k-soft is finished"):
+        reproduce.reproduce(["multi30k"], ["soft"], num_seeds=1, minutes=0.0, **words)
+    reproduce.reproduce(["multi30k"], ["soft"], num_seeds=1, **words)
+
+    def diverge(*args, **options):
+        raise Diverged("not finite at step 3 (epoch 0); the loss is nan")
+
+    monkeypatch.setattr(reproduce, "train_on", diverge)
+    text = reproduce.reproduce(["multi30k"], ["soft", "gaussian-weights"], num_seeds=1, **words).read_text()
+    assert "gaussian-weights, seed 0, diverged: not finite at step 3 (epoch 0)." in text
+    monkeypatch.setattr(reproduce, "train_on", lambda *args, **options: 1 / 0)
+    text = reproduce.reproduce(["multi30k"], ["wc", "gaussian-weights"], num_seeds=2, minutes=0.0, **words).read_text()
+    assert "| soft | 1 |" in text
+    assert "| wc |" not in text
+    assert "diverged" in (tmp_path / "multi30k.csv").read_text()
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

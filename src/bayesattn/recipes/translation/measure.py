@@ -67,6 +67,18 @@ def measure_quality(
     }
 
 
+def measure_calibration(
+    model: Translator, vocabulary: Vocabulary, pairs: Pairs, *, num_samples: int = 20, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """Return `measure_tokens` of the mean model, and of the mean of M draws by every method the model has."""
+    corpus = encode_pairs(pairs, vocabulary)
+    found = {}
+    for method in available_methods(model):
+        torch.manual_seed(seed)
+        found[method] = measure_tokens(model, corpus, method, num_samples)
+    return found
+
+
 def measure_tokens(model: Translator, corpus: Corpus, method: str, num_samples: int) -> dict[str, float]:
     """Return perplexity, accuracy and expected calibration error of next-token predictions along the references."""
     columns: dict[str, list[Tensor]] = {"probability": [], "confidence": [], "is_right": []}

@@ -18,8 +18,8 @@ from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
 from bayesattn.recipes.translation.figures import rejection_figure, write_figure
-from bayesattn.recipes.translation.measure import measure_quality, measure_uncertainty, tf32_products
-from bayesattn.recipes.translation.tables import Cells, csv_rows, render, uncertainty_csv_rows
+from bayesattn.recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
+from bayesattn.recipes.translation.tables import Cells, calibration_csv_rows, csv_rows, render, uncertainty_csv_rows
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.train import CONFIGS, TranslationConfig, load_config, load_run, train_on
 from bayesattn.runs import read_run, write_bytes, write_json
@@ -86,6 +86,7 @@ def reproduce(
                 raise ValueError(f"minutes is {minutes}, and no run of {dataset}-soft is finished; allowed: more minutes")
             _tables.write_csv(out / f"{dataset}.csv", csv_rows(dataset, cells))
             _tables.write_csv(out / f"{dataset}-uncertainty.csv", uncertainty_csv_rows(dataset, cells))
+            _tables.write_csv(out / f"{dataset}-calibration.csv", calibration_csv_rows(dataset, cells))
             write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
             parts.append(render(dataset, cells, loaded[dataset], split_hash(loaded[dataset])))
     if minutes != 0:
@@ -144,10 +145,12 @@ def measure_run(folder: Path, config: TranslationConfig, splits: dict[str, Pairs
             seconds[split] = round(time.monotonic() - started, 3)
         started, outputs = time.monotonic(), quality[main]["outputs"]
         uncertainty = measure_uncertainty(model, vocabulary, tests[main], outputs, num_samples=NUM_SAMPLES)
+        calibration = measure_calibration(model, vocabulary, tests[main], num_samples=NUM_SAMPLES)
         seconds["uncertainty"] = round(time.monotonic() - started, 3)
     return {
         "tests": {s: {k: v for k, v in found.items() if s == main or k != "outputs"} for s, found in quality.items()},
         "uncertainty": uncertainty,
+        "calibration": calibration,
         "parameters": run["num_parameters"],
         "seconds": seconds,
     }

@@ -69,6 +69,16 @@ def uncertainty_csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
     ]
 
 
+def calibration_csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
+    """Return one row for every variant, seed and kind of draws."""
+    return [
+        {"dataset": dataset, "variant": variant, "seed": seed, "draws": method, **found}
+        for variant, by_seed in finished_runs(cells).items()
+        for seed, cell in by_seed.items()
+        for method, found in cell["calibration"].items()
+    ]
+
+
 def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) -> str:
     """Return the Markdown of one data set: quality beside the paper's BLEU, and the worth of the uncertainty."""
     finished = finished_runs(cells)
@@ -94,6 +104,7 @@ def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) ->
     ]
     if tests[1:]:
         lines += [_tables.markdown(["BLEU", *tests[1:]], others), "\n"]
+    lines += [_tables.markdown(_CALIBRATION_HEADER, _calibration_rows(finished)), "\n"]
     lines += [_tables.markdown(_UNCERTAINTY_HEADER, _uncertainty_rows(finished)), "\n"]
     return "".join(lines)
 
@@ -118,6 +129,21 @@ def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], ma
         _tables.show(over_runs(list(each(by_seed, "token_ece").values())), digits=3),
         f"{PAPER_BLEU[variant]:.2f}" if variant in PAPER_BLEU else "–",
     ]
+
+
+_CALIBRATION_HEADER = ["attention, draws", "perplexity", "token accuracy", "token ECE"]
+
+
+def _calibration_rows(cells: Cells) -> list[list[str]]:
+    rows = []
+    for variant, by_seed in cells.items():
+        for method in next(iter(by_seed.values()))["calibration"]:
+            found = [cell["calibration"][method] for cell in by_seed.values()]
+            columns = (("perplexity", 3), ("token_accuracy", 4), ("token_ece", 4))
+            rows.append(
+                [f"{variant}, {method}", *(_tables.show(over_runs([f[n] for f in found]), digits=d) for n, d in columns)]
+            )
+    return rows
 
 
 _UNCERTAINTY_HEADER = ["attention, draws, signal", "Spearman chrF", "Spearman BLEU", "BLEU, all", "BLEU, 20 % withheld"]
