@@ -43,7 +43,7 @@ def toy_model(seed, batch):
 def search(model, batch, beam, max_length, penalty=1.0, num_best=1):
     state = Chain(torch.full((batch, beam), START))
     sizes = {"batch": batch, "beam": beam, "max_length": max_length, "num_best": num_best}
-    return beam_search(model, state, (0,), penalty=penalty, **sizes)
+    return beam_search(model, state, penalty=penalty, **sizes)
 
 
 def all_hypotheses(max_length):

@@ -12,7 +12,7 @@ from bayesattn.recipes.translation.batches import make_batch
 from bayesattn.recipes.translation.decoder import lstm_cell
 from bayesattn.recipes.translation.graphs import GraphedUnroll
 from bayesattn.recipes.translation.model import Translator
-from bayesattn.recipes.translation.translate import STATE_AXES, decode, judge
+from bayesattn.recipes.translation.translate import decode, judge
 from bayesattn.recipes.translation.vocabulary import END, PAD
 from helpers import assert_finite, number
 
@@ -179,7 +179,6 @@ def test_enum_scores_a_few_steps_at_a_time_without_changing_anything(monkeypatch
 
 def test_beams_do_not_mix_sentences():
     model = build("soft").eval()
-    assert len(STATE_AXES) == 3
     together = decode(model, SOURCES, beam=3)
     assert together == [decode(model, [source], beam=3)[0] for source in SOURCES]
 

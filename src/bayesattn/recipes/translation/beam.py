@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from bayesattn.recipes.translation.vocabulary import END, PAD, START
 
 # how many steps pass before the host asks the device whether all sentences are finished
 CHECK_EVERY = 4
 
-# (last tokens, state) → (ln p of every next token, new state); the state is a named tuple of tensors
+# (last tokens, state) → (ln p of every next token, new state); the state is a tree of tensors, batch and hypotheses first
 Next = Callable[[Int[Tensor, "b k"], Any], tuple[Float[Tensor, "b k v"], Any]]
 
 
@@ -43,7 +44,6 @@ def length_penalty(length: int, power: float) -> float:
 def beam_search(
     next_log_probs: Next,
     state: Any,
-    axes: tuple[int, ...],
     *,
     batch: int,
     beam: int,
@@ -57,7 +57,6 @@ def beam_search(
     Args:
         next_log_probs: The model.
         state: Its state before the first step, with `beam` equal hypotheses of every sentence.
-        axes: Of each tensor of the state, where the batch is; the hypotheses follow it.
         batch: Sentences.
         beam: Hypotheses kept at every step.
         max_length: Tokens of the longest hypothesis, its end token included; the last may only be that.
@@ -88,7 +87,7 @@ def beam_search(
         origin, last = flat // total.shape[-1], flat % total.shape[-1]
         tokens = tokens.gather(1, origin.unsqueeze(-1).expand_as(tokens))
         tokens[..., step] = last
-        state = type(state)(*(_reorder(value, origin, axis) for value, axis in zip(state, axes, strict=True)))
+        state = tree_map(lambda value, origin=origin: _reorder(value, origin), state)
         if (step + 1) % CHECK_EVERY == 0 and _is_over(alive, done.scores, max_length, penalty):
             break
     return done
@@ -100,10 +99,8 @@ def _best(first: Hypotheses, second: Hypotheses, count: int) -> Hypotheses:
     return Hypotheses(tokens.gather(1, chosen.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])), scores)
 
 
-def _reorder(value: Tensor, origin: Int[Tensor, "b k"], axis: int) -> Tensor:
-    view = [1] * value.ndim
-    view[axis], view[axis + 1] = origin.shape
-    return value.gather(axis + 1, origin.view(view).expand_as(value))
+def _reorder(value: Float[Tensor, "b k *d"], origin: Int[Tensor, "b k"]) -> Float[Tensor, "b k *d"]:
+    return value.gather(1, origin.view(*origin.shape, *[1] * (value.ndim - 2)).expand_as(value))
 
 
 def _is_over(alive: Tensor, done: Tensor, max_length: int, penalty: float) -> bool:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from bayesattn.baselines import AttentionChoice, build_step_attention
 from bayesattn.config import AttentionConfig
+from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 
 
 class State(NamedTuple):
-    """What one step hands to the next, for `k` hypotheses of each sentence."""
+    """What one step hands to the next, for `k` hypotheses of each sentence; hidden and cell state of every layer."""
 
-    hidden: Float[Tensor, "layers b k h"]
-    cell: Float[Tensor, "layers b k h"]
+    hidden: tuple[Float[Tensor, "b k h"], ...]
+    cell: tuple[Float[Tensor, "b k h"], ...]
     context: Float[Tensor, "b k d"]
 
 
@@ -87,10 +88,11 @@ class Decoder(nn.Module):
     def start(self, memory: Memory, num_hypotheses: int = 1) -> State:
         """Return the state before the first step: all zeros."""
         values, (b, _, d) = memory.values, memory.values.shape
-        shape = (self.num_layers, b, num_hypotheses, self.hidden_dim)
+        shape = (b, num_hypotheses, self.hidden_dim)
         # the cell adds up over all steps: it keeps float32 where the rest is bfloat16
         cell = values.new_zeros(shape, dtype=torch.promote_types(values.dtype, torch.float32))
-        return State(values.new_zeros(shape), cell, values.new_zeros(b, num_hypotheses, d))
+        hidden, layers = values.new_zeros(shape), self.num_layers
+        return State((hidden,) * layers, (cell,) * layers, values.new_zeros(b, num_hypotheses, d))
 
     def step(
         self,
@@ -113,10 +115,10 @@ class Decoder(nn.Module):
             The new state, whose top layer and context the output layer reads; and the scores Φ.
         """
         hidden, cell = [], []
-        below, given = state.context, input_gates
+        below = state.context
         for layer, gates in enumerate(self.gates):
             total = gates(torch.cat([below, state.hidden[layer]], dim=-1))
-            h, c = lstm_cell(total + given if layer == 0 else total, state.cell[layer])
+            h, c = lstm_cell(total, state.cell[layer], input_gates if layer == 0 else None)
             hidden.append(h)
             cell.append(c)
             below = h if drop is None or layer + 1 == self.num_layers else h * drop[layer]
@@ -128,7 +130,7 @@ class Decoder(nn.Module):
         context = weights.to(memory.values.dtype) @ memory.values
         if self.attention.context_noise is not None:
             context = self.attention.context_noise(context, memory.values, memory.mask)
-        return State(torch.stack(hidden), torch.stack(cell), context), scores
+        return State(tuple(hidden), tuple(cell), context), scores
 
     def plan_dropout(self, like: Float[Tensor, "b t g"]) -> Float[Tensor, "t layers b 1 h"] | None:
         """Return the dropout masks of all steps in one draw; None where dropout is off."""
@@ -162,14 +164,37 @@ class Decoder(nn.Module):
 
 
 def lstm_cell(
-    gates: Float[Tensor, "b k g"], cell: Float[Tensor, "b k h"]
+    gates: Float[Tensor, "b k g"], cell: Float[Tensor, "b k h"], given: Float[Tensor, "b k g"] | None = None
 ) -> tuple[Float[Tensor, "b k h"], Float[Tensor, "b k h"]]:
-    """Return hidden and cell state of an LSTM from its gates i, f, o, g: c' = σ(f) c + σ(i) tanh(g), h = σ(o) tanh(c')."""
+    """Return hidden and cell state of an LSTM from its gates i, f, o, g: c' = σ(f) c + σ(i) tanh(g), h = σ(o) tanh(c').
+
+    Args:
+        gates: Before their nonlinearities.
+        cell: The cell state before, float32 or better.
+        given: Added to the gates.
+    """
+    if _runs_fused(gates, cell):
+        # only now: a machine without a GPU need not have triton
+        from bayesattn.ops.lstm import triton
+
+        return triton.lstm_cell(gates, cell, given)
+    gates = gates if given is None else gates + given
     size = cell.shape[-1]
     opened, candidate = torch.sigmoid(gates[..., : 3 * size]), torch.tanh(gates[..., 3 * size :])
     i, f, o = opened.chunk(3, dim=-1)
     cell = f * cell + i * candidate
     return (o * torch.tanh(cell)).to(gates.dtype), cell
+
+
+def _runs_fused(gates: Tensor, cell: Tensor) -> bool:
+    # the compiler fuses by itself
+    return (
+        (gates.is_cuda or INTERPRETED)
+        and HAS_TRITON
+        and cell.dtype == torch.float32
+        and gates.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not torch.compiler.is_compiling()
+    )
 
 
 class Readout(nn.Module):

@@ -24,8 +24,6 @@ from bayesattn.recipes.translation.model import Translator
 from bayesattn.recipes.translation.vocabulary import END, PAD, Vocabulary
 
 METHODS = ("mean", "attention", "dropout", "attention+dropout")
-# where batch and hypotheses are in `State`: after the layers in the first two tensors
-STATE_AXES = (1, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -126,12 +124,12 @@ def decode(
     """
     found: list[list[int]] = [[] for _ in sources]
     done = 0
-    for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model)):
+    # ten times the tokens where only one hypothesis of each sentence is kept
+    for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model) * 10 // min(beam, 10)):
         longest = max(len(sources[index]) for index in indices)
         best = beam_search(
             lambda tokens, state, memory=memory: model.next_log_probs(tokens, state, memory),
             model.decoder.start(memory, beam),
-            STATE_AXES,
             batch=len(indices),
             beam=beam,
             # English is rarely longer than its German by half
