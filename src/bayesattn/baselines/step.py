@@ -17,6 +17,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.nn import AdditiveAttention, BayesianWeights
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.ops.precision import upcast
 from bayesattn.recording import is_observing_entropy, note_entropy
 
 # variant: its weights; the others are soft attention with something around it
@@ -107,6 +108,36 @@ class StepAttention(AdditiveAttention):
         seed = keyed.next_seeds(b, mask.device)
         return closed + noise.log_noise(seed, (b, 1, num_steps, n), config, device=mask.device).squeeze(1)
 
+    def steps_kl(
+        self,
+        scores: Float[Tensor, "b t n"],
+        key: Float[Tensor, "b n dk"],
+        *,
+        mask: Bool[Tensor, "b n"],
+        steps: Bool[Tensor, "b t"],
+        prior: Float[Tensor, "b 1 1 n"] | None = None,
+    ) -> Float[Tensor, " b"] | None:
+        """Return the KL of all steps at once: the same sum as one call a step, without padded steps; None if not needed.
+
+        The KL needs the scores alone, never the draws, so it can wait until the loop is over.
+
+        Args:
+            scores: Φ of all steps.
+            key: Read by the contextual prior.
+            mask: True for keys that exist.
+            steps: True for steps that count.
+            prior: ln Ψ of the keys, where `prepare` has computed it; None computes it from `key`.
+        """
+        weights = self.weights
+        if not weights.needs_kl:
+            return None
+        with torch.autocast(scores.device.type, enabled=False):
+            full = upcast(scores).unsqueeze(1)
+            prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
+            kl = kl_from_scores(full, prior, _rows(mask, steps), weights.config)
+            # a mean over rows, or over the entries of rows of equal length, as a sum over steps
+            return kl if weights.config.kl_reduction == "sum" else kl * steps.sum(dim=1)
+
     def record_steps(
         self,
         output: Float[Tensor, "..."],
@@ -116,10 +147,9 @@ class StepAttention(AdditiveAttention):
         mask: Bool[Tensor, "b n"],
         steps: Bool[Tensor, "b t"],
         prior: Float[Tensor, "b 1 1 n"] | None = None,
+        kl: Float[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Record the KL of all steps at once and return `output`: the same sum as one record a step, without padded steps.
-
-        The KL needs the scores alone, never the draws, so it can wait until the loop is over.
+        """Record the KL of all steps at once, observe their entropy, and return `output`.
 
         Args:
             output: Any result of the steps; use the returned tensor in its place.
@@ -127,24 +157,19 @@ class StepAttention(AdditiveAttention):
             key: Read by the contextual prior.
             mask: True for keys that exist.
             steps: True for steps that count.
-            prior: ln Ψ of the keys, where `prepare` has computed it; None computes it from `key`.
+            prior: As for `steps_kl`.
+            kl: Of `steps_kl`, where the loop has computed it already; None computes it.
         """
-        weights = self.weights
-        if not (weights.needs_kl or is_observing_entropy()):
-            return output
-        rows = (mask.unsqueeze(1) & steps.unsqueeze(2)).unsqueeze(1)
-        with torch.autocast(scores.device.type, enabled=False):
-            full = scores.to(torch.promote_types(scores.dtype, torch.float32)).unsqueeze(1)
-            if is_observing_entropy():
-                note_entropy(masked_softmax(full.detach(), rows), rows)
-            if not weights.needs_kl:
-                return output
-            prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
-            kl = kl_from_scores(full, prior, rows, weights.config)
-            if weights.config.kl_reduction != "sum":
-                # a mean over rows, or over the entries of rows of equal length: as a sum over steps
-                kl = kl * steps.sum(dim=1)
-        return weights._record(output, kl)
+        if is_observing_entropy():
+            rows = _rows(mask, steps)
+            note_entropy(masked_softmax(upcast(scores.detach()).unsqueeze(1), rows), rows)
+        if kl is None:
+            kl = self.steps_kl(scores, key, mask=mask, steps=steps, prior=prior)
+        return self.weights._record(output, kl)
+
+
+def _rows(mask: Bool[Tensor, "b n"], steps: Bool[Tensor, "b t"]) -> Bool[Tensor, "b 1 t n"]:
+    return (mask.unsqueeze(1) & steps.unsqueeze(2)).unsqueeze(1)
 
 
 def build_step_attention(

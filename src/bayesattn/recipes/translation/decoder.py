@@ -1,9 +1,9 @@
 """The decoder: LSTM layers with additive attention and input feeding, a step at a time or over a whole sequence.
 
 `unroll` is a pure function of tensors. What is random (attention noise, dropout) is drawn before it and passed in, what is
-the same at every step (projected keys, the embeddings' share of the gates) is computed before it, and the output layer and
-the KL come after it, over all steps at once. So the loop holds two matrix products a layer and the attention, waits for
-nothing, and can be compiled or recorded (`graphs.py`).
+the same at every step (projected keys, the embeddings' share of the gates) is computed before it, the KL once after the
+last step, and the output layer outside, over all steps. So the loop holds two matrix products a layer and the attention,
+waits for nothing, and can be compiled or recorded (`graphs.py`).
 """
 
 from collections.abc import Callable
@@ -37,11 +37,12 @@ class Memory(NamedTuple):
 
 
 class Unrolled(NamedTuple):
-    """Every step of a sequence."""
+    """Every step of a sequence, and the KL of all of them where it was asked for and is needed."""
 
     states: Float[Tensor, "b t h"]
     contexts: Float[Tensor, "b t d"]
     scores: Float[Tensor, "b t n"]
+    kl: Float[Tensor, " b"] | None = None
 
 
 class Decoder(nn.Module):
@@ -148,9 +149,22 @@ class Decoder(nn.Module):
         prior: Float[Tensor, "b 1 1 n"] | None,
         bias: Float[Tensor, "b #t n"] | None,
         drop: Float[Tensor, "t layers b 1 h"] | None,
+        steps: Bool[Tensor, "b t"] | None = None,
         step: Callable[..., tuple[State, Tensor]] | None = None,
     ) -> Unrolled:
-        """Run all steps with the given inputs (teacher forcing); tensors in, tensors out. `step` may be a compiled one."""
+        """Run all steps with the given inputs (teacher forcing); tensors in, tensors out.
+
+        Args:
+            input_gates: `self.input_gates` of the embedded tokens.
+            values: Of the memory, as the next three.
+            keys: Projected.
+            mask: True for keys that exist.
+            prior: ln Ψ, for attention that draws for itself.
+            bias: Of `plan_bias`; None for attention that draws for itself.
+            drop: Of `plan_dropout`.
+            steps: True for steps whose KL counts; None leaves the KL out.
+            step: A compiled `self.step`.
+        """
         memory = Memory(values, keys, mask, prior)
         state = self.start(memory)
         states, contexts, scores = [], [], []
@@ -160,7 +174,10 @@ class Decoder(nn.Module):
             states.append(state.hidden[-1])
             contexts.append(state.context)
             scores.append(found)
-        return Unrolled(*(torch.cat(parts, dim=1) for parts in (states, contexts, scores)))
+        unrolled = Unrolled(*(torch.cat(parts, dim=1) for parts in (states, contexts, scores)))
+        if steps is None or not self.attention.is_plannable:
+            return unrolled
+        return unrolled._replace(kl=self.attention.steps_kl(unrolled.scores, values, mask=mask, steps=steps))
 
 
 def lstm_cell(

@@ -46,13 +46,14 @@ def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
 class _Loop(nn.Module):
     """The loop as a module, as CUDA graphs want it: positional tensors in, a tuple of tensors out."""
 
-    def __init__(self, decoder: Decoder, mask: Tensor, has_drop: bool) -> None:
+    def __init__(self, decoder: Decoder, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.decoder, self.mask, self.has_drop = decoder, mask, has_drop
+        self.decoder, self.names = decoder, names
 
-    def forward(self, gates: Tensor, values: Tensor, keys: Tensor, bias: Tensor, *drop: Tensor) -> tuple[Tensor, ...]:
-        # the bias closes missing keys, so the mask itself is not read
-        return tuple(self.decoder.unroll(gates, values, keys, self.mask, None, bias, drop[0] if self.has_drop else None))
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # planned attention has no prior inside the loop
+        found = self.decoder.unroll(**{"prior": None, "drop": None, **dict(zip(self.names, inputs, strict=True))})
+        return tuple(value for value in found if value is not None)
 
 
 class GraphedUnroll:
@@ -70,20 +71,31 @@ class GraphedUnroll:
         self._recorded: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
 
     def __call__(
-        self, gates: Tensor, values: Tensor, keys: Tensor, mask: Tensor, prior: None, bias: Tensor, drop: Tensor | None
+        self,
+        gates: Tensor,
+        values: Tensor,
+        keys: Tensor,
+        mask: Tensor,
+        prior: None,
+        bias: Tensor,
+        drop: Tensor | None,
+        steps: Tensor | None = None,
     ) -> Unrolled:
-        """Run all steps; planned attention has no prior inside the loop."""
+        """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
         if gates.device.type != "cuda":
             raise ValueError(f"decoder_mode is 'cuda-graph' on {gates.device.type}; allowed there: 'eager', 'compile'")
-        inputs = (gates, values, keys, bias, *([] if drop is None else [drop]))
-        key = (torch.is_grad_enabled(), *((tuple(x.shape), x.dtype, x.requires_grad) for x in inputs))
+        named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "drop": drop}
+        # a recording with the KL is another one than without
+        named |= {"steps": steps if self.decoder.attention.weights.needs_kl else None}
+        inputs = {name: value for name, value in named.items() if value is not None}
+        key = (torch.is_grad_enabled(), *((name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in inputs.items()))
         if key not in self._recorded:
-            self._recorded[key] = self._record(inputs, mask, drop is not None)
-        return Unrolled(*self._recorded[key](*inputs))
+            self._recorded[key] = self._record(inputs)
+        return Unrolled(*self._recorded[key](*inputs.values()))
 
-    def _record(self, inputs: tuple[Tensor, ...], mask: Tensor, has_drop: bool) -> Callable[..., tuple[Tensor, ...]]:
-        samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
-        loop = _Loop(self.decoder, mask.clone(), has_drop).train(self.decoder.training)
+    def _record(self, inputs: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs.values())
+        loop = _Loop(self.decoder, tuple(inputs)).train(self.decoder.training)
         dtype = torch.get_autocast_dtype("cuda")
         # a cached low-precision copy of a weight would be baked into the recording
         with (
@@ -92,5 +104,5 @@ class GraphedUnroll:
         ):
             # the warm-up in front of a recording runs on a stream of its own
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            # parameters outside the loop (embedding gates, key projection, prior) are in the module and not used
+            # parameters outside the loop (embedding gates, key projection) are in the module and not used
             return torch.cuda.make_graphed_callables(loop, samples, allow_unused_input=True)  # type: ignore[return-value]  (what went in, graphed)

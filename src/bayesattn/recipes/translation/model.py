@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,14 +85,14 @@ class Translator(nn.Module):
         embedded = self.dropout(self.source_embedding(source))
         return self.decoder.remember(run_packed(self.encoder, embedded, lengths), source != PAD)
 
-    def unroll(self, memory: Memory, target_in: Int[Tensor, "b t"]) -> tuple[Unrolled, Float[Tensor, "b t e"]]:
-        """Run the decoder over given targets; returns its steps and the embedded targets."""
+    def unroll(self, memory: Memory, target_in: Int[Tensor, "b t"], steps: Bool[Tensor, "b t"] | None = None) -> Unrolled:
+        """Run the decoder over given targets; `steps` are those whose KL counts, None leaves it out."""
         embedded = self.dropout(self.target_embedding(target_in))
         gates = self.decoder.input_gates(embedded)
         attention = self.decoder.attention
         bias = attention.plan_bias(memory.mask, target_in.shape[1]) if attention.is_plannable else None
         run = self._unroll if self.training else self.decoder.unroll
-        return run(gates, *memory, bias, self.decoder.plan_dropout(gates)), embedded
+        return run(gates, *memory, bias, self.decoder.plan_dropout(gates), steps)
 
     def forward(
         self,
@@ -104,11 +104,13 @@ class Translator(nn.Module):
     ) -> Float[Tensor, "b t"]:
         """Return −ln p of every target token, 0 at padding; KL terms are recorded."""
         memory, steps = self.encode(source, source_lengths), target_out != PAD
-        unrolled, _ = self.unroll(memory, target_in)
+        unrolled = self.unroll(memory, target_in, steps)
         if self.latent is None:
             nll = token_nll(self.readout(unrolled.states, unrolled.contexts), target_out)
             if self.decoder.attention.is_plannable:
-                nll = self.decoder.attention.record_steps(nll, unrolled.scores, memory.values, mask=memory.mask, steps=steps)
+                nll = self.decoder.attention.record_steps(
+                    nll, unrolled.scores, memory.values, mask=memory.mask, steps=steps, kl=unrolled.kl
+                )
         else:
             inputs = ()
             if self.training:
@@ -147,7 +149,7 @@ class Translator(nn.Module):
 
     def log_probs(self, memory: Memory, target_in: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
         """Return ln p of every token at every step of given targets."""
-        unrolled, _ = self.unroll(memory, target_in)
+        unrolled = self.unroll(memory, target_in)
         return self._predict(unrolled.states, unrolled.contexts, unrolled.scores, memory)
 
     def next_log_probs(
