@@ -97,9 +97,10 @@ class ContextualPrior(nn.Module):
         if self.num_networks > 1:
             hidden = torch.relu(key @ self.weight_in + self.bias_in)
             return (hidden @ self.weight_out + self.bias_out).squeeze(-1)
-        # one large product instead of one per batch entry and head
-        hidden = F.linear(key, self.weight_in[0].T, self.bias_in[0, 0]).relu_()
-        return F.linear(hidden, self.weight_out[0].T, self.bias_out[0, 0]).squeeze(-1)
+        # one large product instead of one per batch entry and head; the gradient of an index would be a tensor of zeros
+        # and a copy into it, that of a reshape is free
+        hidden = F.linear(key, self.weight_in.squeeze(0).T, self.bias_in.flatten()).relu_()
+        return F.linear(hidden, self.weight_out.squeeze(0).T, self.bias_out.flatten()).squeeze(-1)
 
     def _runs_fused(self, key: Tensor) -> bool:
         # the kernels add up the network's gradient in any order, and compute in float32; the compiler fuses by itself
