@@ -295,11 +295,8 @@ def test_robustness_study_has_every_series_seed_and_situation(tiny_study, tmp_pa
 
 def test_first_member_of_an_ensemble_is_the_run_of_the_seed(tiny_study, monkeypatch):
     monkeypatch.setattr(robustness, "PREDICTED", {})
-    monkeypatch.setattr(robustness, "KINDS", ("soft",))
-    alone, together = (
-        {row["seed"]: row["nll"] for row in tiny_study(trained=["clean"], members=members) if row["series"] == "soft"}
-        for members in (1, 2)
-    )
+    alone, together = (tiny_study(trained=["clean"], kinds=["soft"], members=members) for members in (1, 2))
+    alone, together = ({row["seed"]: row["nll"] for row in rows if row["series"] == "soft"} for rows in (alone, together))
     assert alone == pytest.approx(together, abs=1e-5)
 
 
@@ -308,6 +305,8 @@ def test_study_stops_before_its_limit(tiny_study):
     assert {row["trained"] for row in rows} == {"labels wrong 20 %"}
     with pytest.raises(ValueError, match="trained has 'upside down'; allowed: clean"):
         tiny_study(trained=["upside down"])
+    with pytest.raises(ValueError, match="kinds has 'hard'; allowed: soft, dropout, nokl, wc"):
+        tiny_study(trained=["clean"], kinds=["hard"])
     with pytest.raises(ValueError, match="num_seeds, members are 3, 0; allowed"):
         tiny_study(trained=["clean"], members=0)
 

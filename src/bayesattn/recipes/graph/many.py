@@ -186,7 +186,8 @@ def fit_many(
             is_active = torch.ones_like(waited, dtype=torch.bool) if patience is None else waited < patience
             num_epochs += is_active
             improves, holds = nll <= best_nll, accuracy >= best_accuracy
-            is_kept = is_active & ((improves & holds) if training.keep != "last" else is_active)
+            kept_now = improves if config.kept_by == "nll" else improves & holds
+            is_kept = is_active & (kept_now if training.keep != "last" else is_active)
             best_nll, best_accuracy = torch.minimum(nll, best_nll), torch.maximum(accuracy, best_accuracy)
             # a copy that has stopped stays stopped
             waited = torch.where(is_active & (improves | holds), 0, waited + 1)

@@ -36,6 +36,7 @@ from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
 from bayesattn.recipes.graph.model import GraphAttentionNetwork
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
+from bayesattn.recipes.graph.search import ENDINGS
 from bayesattn.recipes.graph.train import GraphConfig, load_config, load_seed_graphs
 from bayesattn.runs import write_csv
 
@@ -201,6 +202,8 @@ def study(
     num_seeds: int,
     members: int,
     trained: Sequence[str],
+    kinds: Sequence[str] = KINDS,
+    ending: str = "tuned",
     limit: float,
     data: Path | None,
     device: str,
@@ -213,6 +216,8 @@ def study(
         num_seeds: Paired runs of each kind.
         members: Networks of an ensemble; 1 for none.
         trained: Of `TRAINED`; a class is left out only where three are.
+        kinds: Of `KINDS`.
+        ending: Of the configs: `tuned`, chosen by NLL, or `selective`, chosen by AURC.
         limit: Seconds; no way of training begins that would, at the pace of the slowest before, end later.
         data: Folder of the data sets.
         device: Where to compute.
@@ -223,11 +228,14 @@ def study(
     for way in trained:
         if way not in TRAINED:
             raise ValueError(f"trained has {way!r}; allowed: {', '.join(TRAINED)}")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"kinds has {kind!r}; allowed: {', '.join(KINDS)}")
     start = last = time.perf_counter()
     longest, rows = 0.0, []
-    configs = {kind: load_config(f"{name}-{kind}-tuned") for kind in KINDS}
+    configs = {kind: load_config(f"{name}-{kind}-{ending}") for kind in kinds}
     seeds = range(num_seeds)
-    loaded = load_seed_graphs(configs["soft"], data, seeds)
+    loaded = load_seed_graphs(next(iter(configs.values())), data, seeds)
     for way in trained:
         if way == OUTSIDE and loaded[0].num_classes < 3:
             continue
@@ -252,6 +260,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
     parser.add_argument("--trained", default=",".join(TRAINED), help="ways of training, separated by commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of networks, separated by commas")
+    parser.add_argument("--ending", default="tuned", choices=ENDINGS.values(), help="of the configs")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
@@ -264,6 +274,8 @@ def main() -> None:
         num_seeds=arguments.seeds,
         members=arguments.members,
         trained=arguments.trained.split(","),
+        kinds=arguments.kinds.split(","),
+        ending=arguments.ending,
         limit=arguments.limit,
         data=arguments.data,
         device=arguments.device,

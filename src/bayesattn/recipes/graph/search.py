@@ -3,16 +3,16 @@
     python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
     python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out CONFIGS --chosen runs/search/chosen.json
 
-A round fixes learning rate and width and takes `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
+A round fixes learning rate, width and which epoch is kept, and takes `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
 and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's
 networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as
 one network.
 
 A setting counts by how its predictions are made: soft by its mean, MC dropout by 20 draws of its dropout, BAM by its mean or
 by 20 draws of all the noise it was trained with, whichever is better; so soft and MC dropout together have the choice that
-each BAM has. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one with the lowest NLL
-after temperature scaling is chosen; the temperature for one half of the validation nodes comes from the other half.
-No test node is read.
+each BAM has. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one is chosen with the
+lowest NLL after temperature scaling (configs `-tuned`; the temperature for one half of the validation nodes comes from the
+other half) or with the lowest AURC (`--by aurc`, configs `-selective`). No test node is read.
 """
 
 import argparse
@@ -49,11 +49,12 @@ NUM_SAMPLES = 20
 TOLERANCE = 0.01
 # of a round, for all kinds
 ROUNDS: list[dict[str, Any]] = [
-    {"learning_rate": 0.01, "head_dim": 16},
-    {"learning_rate": 0.005, "head_dim": 8},
-    {"learning_rate": 0.01, "head_dim": 16},
-    {"learning_rate": 0.005, "head_dim": 16},
+    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "both"},
+    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "nll"},
+    {"learning_rate": 0.005, "head_dim": 8, "kept_by": "nll"},
 ]
+# what settings may be chosen by, and how the configs are called
+ENDINGS = {"scaled_nll": "tuned", "aurc": "selective"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Grid:
     own: dict[str, dict[str, list[Any]]]
 
 
-# the first round looks everywhere, the others where it was best on the validation nodes of Cora, Citeseer and PubMed
+# the first round looks everywhere, the others where it was best on the validation nodes of the first four graphs
 BROAD = Grid(
     {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]},
     {
@@ -83,11 +84,11 @@ BROAD = Grid(
     },
 )
 FINE = Grid(
-    {"dropout": [0.2, 0.4, 0.5, 0.6], "weight_decay": [1e-4, 5e-4]},
+    {"dropout": [0.2, 0.4, 0.5, 0.6], "weight_decay": [5e-4, 5e-3]},
     {
         "soft": {},
-        "nokl": {"attention.weibull_k": [0.3, 0.5, 0.7, 1.0]},
-        "wc": {"attention.weibull_k": [0.3, 0.5, 0.7, 1.0], "attention.gamma_beta": [0.1], "kl_weight": [0.3, 1.0, 3.0]},
+        "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0]},
+        "wc": {"attention.weibull_k": [0.3, 0.5, 1.0], "attention.gamma_beta": [0.1], "kl_weight": [0.3, 1.0, 3.0]},
     },
 )
 KINDS = tuple(BROAD.own)
@@ -156,7 +157,7 @@ def run_round(
 
 
 def measure(logits: Float[Tensor, "s v c"], labels: Int[Tensor, " v"]) -> dict[str, float]:
-    """Return accuracy, NLL and the NLL after cross-fitted temperature scaling of drawn predictions."""
+    """Return accuracy, NLL, the NLL after cross-fitted temperature scaling and AURC of drawn predictions."""
     mean = mean_logits(torch.softmax(logits.double(), dim=-1))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     halves = order.tensor_split(2)
@@ -168,6 +169,7 @@ def measure(logits: Float[Tensor, "s v c"], labels: Int[Tensor, " v"]) -> dict[s
         "accuracy": float((mean.argmax(dim=-1) == labels).double().mean()),
         "nll": float(F.cross_entropy(mean, labels)),
         "scaled_nll": total / len(labels),
+        "aurc": metrics.evaluate_predictions(logits, labels, space="logit", num_resamples=0)["aurc"].value,
     }
 
 
@@ -175,9 +177,9 @@ def measure(logits: Float[Tensor, "s v c"], labels: Int[Tensor, " v"]) -> dict[s
 def search(
     name: str, *, num_seeds: int, rounds: Sequence[int], limit: float, data: Path | None, device: str, out: Path
 ) -> list[dict[str, Any]]:
-    """Run some rounds, until the next one would end after `limit` seconds; write after each.
+    """Run some rounds, until the next one would end after `limit` seconds; write after each kind of a round.
 
-    Every round trains all kinds, so that a search that is cut short is still one of equal size.
+    Every round trains all kinds, so that a search that ends at its limit is still one of equal size.
     """
     start = last = time.perf_counter()
     longest = 0.0
@@ -188,34 +190,43 @@ def search(
     for number in rounds:
         for kind in KINDS:
             rows += run_round(name, kind, number, graphs, inputs, seeds, device)
-        write_csv(out, rows)
-        now = time.perf_counter()
-        print(f"{name}: round {number + 1}, {now - start:.0f} s", flush=True)
+            write_csv(out, rows)
+            now = time.perf_counter()
+            print(f"{name}: round {number}, {kind}, {now - start:.0f} s", flush=True)
         longest, last = max(longest, now - last), now
         if now - start + longest > limit:
             break
     return rows
 
 
-def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the chosen setting of each kind of prediction, with its means over seeds and how many it was chosen from."""
+def choose(rows: Sequence[dict[str, Any]], by: str = "scaled_nll") -> dict[str, dict[str, Any]]:
+    """Return the chosen setting of each kind of prediction, with its means over seeds and how many it was chosen from.
+
+    Rows without the measure `by` do not count, and a kind without rows (a search was cut short) is left out.
+    """
     chosen = {}
+    measured = ("accuracy", "nll", *dict.fromkeys(("scaled_nll", by)))
     for choice, (kind, methods) in CHOICES.items():
         points: dict[tuple, list[dict[str, Any]]] = {}
         for row in rows:
             # MC dropout without dropout is soft attention, which chooses for itself
             is_idle = choice == "dropout" and float(row["dropout"]) == 0.0
-            if row["kind"] == kind and row["method"] in methods and not is_idle:
+            is_measured = row.get(by, "") != ""
+            if row["kind"] == kind and row["method"] in methods and is_measured and not is_idle:
                 points.setdefault((row["method"], *(row.get(name, "") for name in NAMES)), []).append(row)
+        if not points:
+            continue
         means = {
-            key: {name: sum(float(row[name]) for row in own) / len(own) for name in ("accuracy", "nll", "scaled_nll")}
+            key: {name: sum(float(row[name]) for row in own) / len(own) for name in measured}
             for key, own in points.items()
         }
         best = max(mean["accuracy"] for mean in means.values())
         fine = [key for key, mean in means.items() if mean["accuracy"] >= best - TOLERANCE]
-        key = min(fine, key=lambda key: means[key]["scaled_nll"])
+        key = min(fine, key=lambda key: means[key][by])
         own = points[key]
-        point = {name: float(own[0][name]) for name in NAMES if own[0].get(name, "") != ""}
+        point = {
+            name: own[0][name] if name == "kept_by" else float(own[0][name]) for name in NAMES if own[0].get(name, "") != ""
+        }
         about = {
             "num_points": len({other[1:] for other in points}),
             "num_seeds": len({row["seed"] for row in own}),
@@ -225,8 +236,9 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return chosen
 
 
-def write_config(name: str, choice: str, found: dict[str, Any], folder: Path) -> Path:
+def write_config(name: str, choice: str, found: dict[str, Any], folder: Path, by: str = "scaled_nll") -> Path:
     """Write the config of a chosen setting."""
+    config = f"{name}-{choice}-{ENDINGS[by]}"
     base = yaml.safe_load((CONFIGS / f"{name}-{found['kind']}.yaml").read_text(encoding="utf-8"))
     values = {**FIXED[found["kind"]], **found["point"]}
     if "kl_weight" in values:
@@ -238,15 +250,16 @@ def write_config(name: str, choice: str, found: dict[str, Any], folder: Path) ->
             target = target.setdefault(parent, {})
         target[last] = int(value) if last in ("head_dim", "prior_hidden_dim") else value
     words = {"soft": "soft attention", "dropout": "soft attention", "nokl": "BAM-NOKL", "wc": "BAM-WC"}
+    ranked = f", AURC {found['aurc']:.4f}" if by == "aurc" else ""
     how = {"mean": "its mean", "all": "20 draws of all its noise"}[found["method"]]
     header = (
         f"# {name}, {words[choice]}, to predict with {how}: the best of {found['num_points']} settings on validation nodes, "
         f"{found['num_seeds']} seeds each (search.py).\n"
         f"# Validation: accuracy {found['accuracy']:.4f}, NLL {found['nll']:.4f}, {found['scaled_nll']:.4f} after "
-        "cross-fitted temperature scaling.\n"
-        f"# bayesattn train graph --config {name}-{choice}-tuned --data DIR --out runs/{name}-{choice}-tuned\n"
+        f"cross-fitted temperature scaling{ranked}.\n"
+        f"# bayesattn train graph --config {config} --data DIR --out runs/{config}\n"
     )
-    path = folder / f"{name}-{choice}-tuned.yaml"
+    path = folder / f"{config}.yaml"
     write_bytes(path, (header + yaml.safe_dump(base, sort_keys=False)).encode())
     return path
 
@@ -264,7 +277,7 @@ def main() -> None:
     run = commands.add_parser("run", help="search one data set")
     run.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
     run.add_argument("--seeds", type=int, default=5)
-    run.add_argument("--first", type=int, default=0, choices=range(len(ROUNDS)), help="number of the first round")
+    run.add_argument("--rounds", default="0,1,2", help="numbers of the rounds, separated by commas")
     run.add_argument("--limit", type=float, default=float("inf"), help="seconds; no round begins that would end later")
     run.add_argument("--data", type=Path)
     run.add_argument("--out", type=Path, required=True)
@@ -273,12 +286,13 @@ def main() -> None:
     pick.add_argument("files", type=Path, nargs="+")
     pick.add_argument("--out", type=Path, required=True, help="folder of the configs")
     pick.add_argument("--chosen", type=Path, required=True, help="JSON file with all choices")
+    pick.add_argument("--by", default="scaled_nll", choices=ENDINGS, help="measure that ranks the accurate settings")
     arguments = parser.parse_args()
     if arguments.command == "run":
         search(
             arguments.name,
             num_seeds=arguments.seeds,
-            rounds=range(arguments.first, len(ROUNDS)),
+            rounds=[int(number) for number in arguments.rounds.split(",")],
             limit=arguments.limit,
             data=arguments.data,
             device=arguments.device,
@@ -289,10 +303,10 @@ def main() -> None:
     for file in arguments.files:
         for row in read_rows(file):
             by_name.setdefault(row["dataset"], []).append(row)
-    chosen = {name: choose(rows) for name, rows in by_name.items()}
+    chosen = {name: choose(rows, arguments.by) for name, rows in by_name.items()}
     for name, choices in chosen.items():
         for choice, found in choices.items():
-            print(write_config(name, choice, found, arguments.out), found)
+            print(write_config(name, choice, found, arguments.out, arguments.by), found)
     write_json(arguments.chosen, chosen)
 
 

@@ -42,6 +42,8 @@ class GraphConfig:
         output_heads: Heads of the second layer, averaged.
         dropout: In the three places of each layer.
         prior_scope: Over which nodes a contextual prior sums to one: the `graph`, or the `neighbourhood` of each node.
+        kept_by: Which epochs may give the run its parameters, the last of them does: `both`, those in which validation NLL and
+            accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
         fanout: Neighbours that a node of a mini-batch hears at most; None for all.
         learning_rate: Of Adam.
         weight_decay: L2 penalty, added to the gradient before Adam sees it (not AdamW's).
@@ -60,6 +62,7 @@ class GraphConfig:
     output_heads: int = 1
     dropout: float = 0.6
     prior_scope: Literal["graph", "neighbourhood"] = "graph"
+    kept_by: Literal["both", "nll"] = "both"
     fanout: int | None = None
     learning_rate: float = 5e-3
     weight_decay: float = 5e-4
@@ -137,7 +140,7 @@ class GraphExperiment(Experiment):
     """A whole graph as one example, a fresh network and Adam, with GAT's two criteria on the validation nodes.
 
     Training stops when neither accuracy nor NLL has tied or beaten its best for `patience` epochs; the parameters kept
-    are of the last epoch in which both did.
+    are of the last epoch in which both did, or the NLL alone (`kept_by`).
     """
 
     model: GraphAttentionNetwork
@@ -145,6 +148,7 @@ class GraphExperiment(Experiment):
     def __init__(self, config: GraphConfig, graph: Graph) -> None:
         self.graph = graph
         self.num_examples = 1
+        self.kept_by = config.kept_by
         self.model = build_model(config, graph)
         self.optimizer = build_optimizer(config, self.model)
         whole = GraphInputs.of(graph)
@@ -172,11 +176,11 @@ class GraphExperiment(Experiment):
         return {"validation_nll": float(F.cross_entropy(logits, labels)), "validation_accuracy": float(accuracy)}
 
     def is_better(self, row: dict[str, Any], best: dict[str, Any] | None, config: TrainingConfig) -> bool:
-        """Whether both criteria tie or beat their best so far."""
+        """Whether the criteria that keep an epoch tie or beat their best so far."""
         nll, accuracy = row["validation_nll"], row["validation_accuracy"]
-        both = nll <= self._best_nll and accuracy >= self._best_accuracy
+        is_kept = nll <= self._best_nll and (accuracy >= self._best_accuracy or self.kept_by == "nll")
         self._best_nll, self._best_accuracy = min(nll, self._best_nll), max(accuracy, self._best_accuracy)
-        return both or config.keep == "last"
+        return is_kept or config.keep == "last"
 
     def is_done(self, rows: list[dict[str, Any]], config: TrainingConfig) -> bool:
         """Whether neither criterion tied or beat its best for `patience` epochs."""
