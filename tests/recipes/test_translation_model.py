@@ -258,21 +258,26 @@ def test_compiled_decoder_is_the_plain_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["soft", "BAM-WC"])
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LC"])
 def test_recorded_decoder_is_the_plain_one(variant):
     found = []
     for mode in ("eager", "cuda-graph"):
         torch.manual_seed(2)
         model = Translator(AttentionChoice(variant), 17, **SIZES, dropout=0.0, decoder_mode=mode).cuda()
-        batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in make_batch(SOURCES, TARGETS).items()}
-        # the second call replays what the first recorded
-        for _ in range(2):
-            torch.manual_seed(5)
+        rows = []
+        # the third call replays what the first recorded, after a recording of another shape in the same memory
+        for call, count in enumerate((3, 2, 3, 2)):
+            batch = make_batch(SOURCES[:count], TARGETS[:count])
+            batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            torch.manual_seed(5 + call)
             model.zero_grad()
             with record_kl() as kl:
                 nll = model(**batch)
-            (nll.sum() + (kl.total() if len(kl) else 0.0)).backward()
-        found.append((number(nll.sum()), [parameter.grad.clone() for parameter in model.parameters()]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
+            total = nll.sum() + (kl.total() if len(kl) else 0.0)
+            total.backward()
+            rows.append((number(total), [parameter.grad.clone() for parameter in model.parameters()]))
+        found.append(rows)
+    for plain, recorded in zip(*found, strict=True):
+        assert plain[0] == pytest.approx(recorded[0], rel=1e-5)
+        for one, other in zip(plain[1], recorded[1], strict=True):
+            assert torch.allclose(one, other, atol=1e-4)

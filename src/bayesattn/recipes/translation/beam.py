@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -99,7 +99,7 @@ def _best(first: Hypotheses, second: Hypotheses, count: int) -> Hypotheses:
     return Hypotheses(tokens.gather(1, chosen.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])), scores)
 
 
-def _reorder(value: Float[Tensor, "b k *d"], origin: Int[Tensor, "b k"]) -> Float[Tensor, "b k *d"]:
+def _reorder(value: Shaped[Tensor, "b k *d"], origin: Int[Tensor, "b k"]) -> Shaped[Tensor, "b k *d"]:
     return value.gather(1, origin.view(*origin.shape, *[1] * (value.ndim - 2)).expand_as(value))
 
 

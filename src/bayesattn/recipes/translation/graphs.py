@@ -59,8 +59,8 @@ class _Loop(nn.Module):
 class GraphedUnroll:
     """`decoder.unroll`, recorded on the first call with a shape and replayed on every later one.
 
-    The recording's tensors are reused: the results of a call are valid until the next call with the same shape, which in
-    training comes after the backward pass.
+    The recordings share their memory, which is then that of the largest one: the backward pass of a call has to come before
+    the next call, as it does in training.
 
     Args:
         decoder: Its parameters may change between calls, their place in memory may not.
@@ -69,6 +69,7 @@ class GraphedUnroll:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self._recorded: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
+        self._pool: tuple[int, int] | None = None
 
     def __call__(
         self,
@@ -94,6 +95,7 @@ class GraphedUnroll:
         return Unrolled(*self._recorded[key](*inputs.values()))
 
     def _record(self, inputs: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs.values())
         loop = _Loop(self.decoder, tuple(inputs)).train(self.decoder.training)
         dtype = torch.get_autocast_dtype("cuda")
@@ -105,4 +107,4 @@ class GraphedUnroll:
             # the warm-up in front of a recording runs on a stream of its own
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             # parameters outside the loop (embedding gates, key projection) are in the module and not used
-            return torch.cuda.make_graphed_callables(loop, samples, allow_unused_input=True)  # type: ignore[return-value]  (what went in, graphed)
+            return torch.cuda.make_graphed_callables(loop, samples, allow_unused_input=True, pool=self._pool)  # type: ignore[return-value]  (what went in, graphed)
