@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from bayesattn.bench import conversion, harness, run_suite
+from bayesattn.bench import conversion, harness, run_suite, seeing
 from bayesattn.bench.model import build_encoder, training_step
 from bayesattn.bench.plot import plot_ratios
 
@@ -56,6 +56,26 @@ def test_the_conversion_suite_compares_the_same_model_before_and_after(capsys):
         assert modes["eval"][:2] == ["original", "converted, not sampling"]
         assert modes["train step"] == ["original", "BAM-NOKL", "BAM-WC with KL"]
     assert "original" in capsys.readouterr().out
+
+
+def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(capsys):
+    mcan = ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8")
+    cases = [
+        seeing.Case("MCAN", "shapes", 5, 3, 7, 11, 13, 4, settings=mcan),
+        seeing.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5")),
+    ]
+    rows = seeing.run("cpu", cases)
+    assert [row.provider for row in rows] == ["soft", "BAM-NOKL", "BAM-WC", "soft, again"] * 2
+    assert [row.case for row in rows[::4]] == ["MCAN shapes b5 t3 r7", "Att2in shapes b10 t3 r7"]
+    assert "BAM-WC" in capsys.readouterr().out
+
+
+def test_a_timed_step_of_a_model_that_sees_is_a_training_step():
+    case = seeing.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5"))
+    arguments = seeing._build(case, "wc", "cpu")
+    before = [parameter.detach().clone() for parameter in arguments[0].parameters()]
+    seeing.training_step(*arguments)()
+    assert all(not torch.equal(old, new) for old, new in zip(before, arguments[0].parameters()))
 
 
 def test_peak_memory_counts_what_is_alive_at_once():
