@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from bayesattn.bench import conversion, harness, run_suite, seeing
+from bayesattn.bench import attention, conversion, harness, run_suite, seeing
 from bayesattn.bench.model import build_encoder, training_step
 from bayesattn.bench.plot import plot_ratios
 
@@ -133,3 +133,20 @@ def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):
     monkeypatch.setattr(csr, "softmax", lambda scores, edges, log_noise=None: scores.exp())
     with pytest.raises(RuntimeError, match=r"csr and reference differ by .*nothing was timed"):
         graph.run("cpu", [graph.Case(31, 97, 5)])
+
+
+def test_the_suite_of_what_kernels_replace_needs_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match=r"device is 'cpu'; allowed for this suite: 'cuda'"):
+        run_suite("eager", "cpu", tmp_path / "eager.csv")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_attention_suite_has_a_row_for_every_provider(capsys):
+    rows = attention.run("cpu", [(1, 2, 13, 16)])
+    assert [(row.mode, row.provider) for row in rows] == [
+        ("fwd+bwd", "sdpa"),
+        ("fwd+bwd", "BAM-WC"),
+        ("fwd+bwd", "BAM-WC eager"),
+        ("forward", "sdpa"),
+        ("forward", "BAM-WC"),
+    ]

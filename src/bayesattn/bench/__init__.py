@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-SUITES = ("attention", "conversion", "graph", "model", "seeing", "translation")
+SUITES = ("attention", "conversion", "eager", "graph", "model", "seeing", "translation")
 
 
 def run_suite(name: str, device: str, out: Path) -> None:

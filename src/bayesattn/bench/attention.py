@@ -1,4 +1,7 @@
-"""Attention operators: Bayesian attention against SDPA, FlexAttention and eager code on the same tensors."""
+"""Attention operators: the fused kernels against torch's on the same tensors. `eager.py` has what they replace."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -32,87 +35,88 @@ def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
             raise RuntimeError(f"{shape}: fused and reference differ by {error:.2e}; nothing was timed")
 
 
+class Calls:
+    """One set of tensors, and what can be timed on it."""
+
+    def __init__(self, shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
+        b, h, n, _ = shape
+        self.inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+        self.upstream = torch.randn(shape, device=device, dtype=dtype)
+        self.prior = torch.randn(b, h, 1, n, device=device).log_softmax(-1).requires_grad_()
+        self.weight = torch.full((b,), 1e-3, device=device)
+
+    def soft(self, backend: SDPBackend | None, dropout: float = 0.0) -> Callable[[], None]:
+        """Return forward and backward of torch's attention, by one backend or by its own choice."""
+
+        def call() -> None:
+            self._backward([self._sdpa(backend, dropout)], [self.upstream])
+
+        return call
+
+    def bayesian(self, backend: str, function: Callable = attention, config: AttentionConfig = CONFIG) -> Callable[[], None]:
+        """Return forward and backward of Bayesian attention with its KL."""
+
+        def call() -> None:
+            output, kl = function(*self.inputs, config=config, prior=self.prior, backend=backend)
+            self._backward([output, kl], [self.upstream, self.weight])
+
+        return call
+
+    def soft_forward(self, backend: SDPBackend | None) -> Callable[[], None]:
+        """Return the forward pass of torch's attention alone."""
+        return torch.no_grad()(lambda: self._sdpa(backend, 0.0))
+
+    def bayesian_forward(self, config: AttentionConfig = CONFIG) -> Callable[[], None]:
+        """Return one draw of a Monte Carlo prediction: no KL, no gradients."""
+        return torch.no_grad()(lambda: attention(*self.inputs, config=config, need_kl=False))
+
+    def _sdpa(self, backend: SDPBackend | None, dropout: float) -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*self.inputs, dropout_p=dropout)
+
+    def _backward(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        torch.autograd.backward(outputs, gradients)
+        for tensor in (*self.inputs, self.prior):
+            tensor.grad = None
+
+
 def run(device: str, shapes: list[tuple[int, int, int, int]] | None = None) -> list[Row]:
     """Time forward + backward with KL, and the forward of Monte Carlo prediction, for every shape and provider."""
     suite = Suite("attention", device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for shape in shapes or (GPU_SHAPES if device == "cuda" else CPU_SHAPES):
         check(shape, device, dtype)
-        _run_shape(suite, shape, device, dtype)
+        case, calls = "x".join(map(str, shape)), Calls(shape, device, dtype)
+        if device == "cuda":
+            _run_on_gpu(suite, case, calls)
+        else:
+            suite.run(case, "sdpa", "fwd+bwd", calls.soft(None))
+            suite.run(case, "BAM-WC", "fwd+bwd", calls.bayesian("auto"))
+            suite.run(case, "BAM-WC eager", "fwd+bwd", calls.bayesian("reference"))
+            suite.run(case, "sdpa", "forward", calls.soft_forward(None))
+            suite.run(case, "BAM-WC", "forward", calls.bayesian_forward())
     return suite.rows
 
 
-def _run_shape(suite: Suite, shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
-    b, h, n, _ = shape
-    case = "x".join(map(str, shape))
-    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    upstream = torch.randn(shape, device=device, dtype=dtype)
-    prior = torch.randn(b, h, 1, n, device=device).log_softmax(-1).requires_grad_()
-    weight = torch.full((b,), 1e-3, device=device)
-
-    def backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        torch.autograd.backward(outputs, gradients)
-        query.grad = key.grad = value.grad = prior.grad = None
-
-    def soft(backend: SDPBackend | None, dropout: float = 0.0):
-        def call() -> None:
-            if backend is None:
-                backward([F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)], [upstream])
-                return
-            with sdpa_kernel(backend):
-                backward([F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)], [upstream])
-
-        return call
-
-    def bayesian(backend: str, function=attention, config: AttentionConfig = CONFIG):
-        def call() -> None:
-            output, kl = function(query, key, value, config=config, prior=prior, backend=backend)
-            backward([output, kl], [upstream, weight])
-
-        return call
-
-    eager_fits = b * h * n * n * 4 * 8 < 100 * 2**30 if device == "cuda" else True
-    if device == "cuda":
-        suite.run(case, "sdpa flash", "fwd+bwd", soft(SDPBackend.FLASH_ATTENTION))
-        suite.run(case, "sdpa flash dropout", "fwd+bwd", soft(SDPBackend.FLASH_ATTENTION, 0.1))
-        suite.run(case, "sdpa cudnn", "fwd+bwd", soft(SDPBackend.CUDNN_ATTENTION))
-    else:
-        suite.run(case, "sdpa", "fwd+bwd", soft(None))
-    suite.run(case, "BAM-WC", "fwd+bwd", bayesian("auto"))
-    if device == "cuda":
-        mode = "fwd+bwd, CUDA graph"
-        suite.run(case, "sdpa flash", mode, recorded(soft(SDPBackend.FLASH_ATTENTION)))
-        suite.run(case, "sdpa flash dropout", mode, recorded(soft(SDPBackend.FLASH_ATTENTION, 0.1)))
-        suite.run(case, "BAM-WC", mode, recorded(bayesian("auto")))
-        suite.run(case, "BAM-LC", "fwd+bwd", bayesian("auto", config=LOGNORMAL))
-    if eager_fits:
-        suite.run(case, "BAM-WC eager", "fwd+bwd", bayesian("reference"))
-        if device == "cuda":
-            compiled = torch.compile(attention, fullgraph=True)
-            suite.run(case, "BAM-WC compiled eager", "fwd+bwd", bayesian("reference", compiled))
-            torch._dynamo.reset()
-    with torch.no_grad():
-        if device == "cuda":
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                suite.run(case, "sdpa flash", "forward", lambda: F.scaled_dot_product_attention(query, key, value))
-            suite.run(case, "BAM-LC", "forward", lambda: attention(query, key, value, config=LOGNORMAL, need_kl=False))
-            flex = _flex_hash(query, key, value)
-            suite.run(case, "flex, hash noise", "forward", flex)
-        else:
-            suite.run(case, "sdpa", "forward", lambda: F.scaled_dot_product_attention(query, key, value))
-        suite.run(case, "BAM-WC", "forward", lambda: attention(query, key, value, config=CONFIG, need_kl=False))
-
-
-def _flex_hash(query: Tensor, key: Tensor, value: Tensor):
-    """FlexAttention with Weibull noise from an integer hash: what one can have without a kernel of one's own; no KL."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def noisy(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        x = (i * 1973 + j * 9277 + h * 26699 + b * 31847) & 0x7FFFFFFF
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
-        x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
-        u = ((x >> 8) + 0.5) * 2.0**-23
-        return score + torch.log(-torch.log(u)) / CONFIG.weibull_k
-
-    compiled = torch.compile(flex_attention)
-    return lambda: compiled(query, key, value, score_mod=noisy)
+def _run_on_gpu(suite: Suite, case: str, calls: Calls) -> None:
+    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    trained = {
+        "sdpa flash": calls.soft(flash),
+        "sdpa flash dropout": calls.soft(flash, 0.1),
+        "BAM-WC": calls.bayesian("auto"),
+        "BAM-LC": calls.bayesian("auto", config=LOGNORMAL),
+    }
+    for provider, call in trained.items():
+        suite.run(case, provider, "fwd+bwd", call)
+    suite.run(case, "sdpa cudnn", "fwd+bwd", calls.soft(cudnn))
+    for provider, call in trained.items():
+        suite.run(case, provider, "fwd+bwd, CUDA graph", recorded(call))
+    predicted = {
+        "sdpa flash": calls.soft_forward(flash),
+        "BAM-WC": calls.bayesian_forward(),
+        "BAM-LC": calls.bayesian_forward(LOGNORMAL),
+    }
+    for provider, call in predicted.items():
+        suite.run(case, provider, "forward", call)
+    for provider, call in predicted.items():
+        suite.run(case, provider, "forward, CUDA graph", recorded(call))

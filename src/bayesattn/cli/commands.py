@@ -192,7 +192,7 @@ def reproduce(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, conversion, graph, model, seeing or translation.")],
+    suite: Annotated[str, typer.Argument(help="attention, conversion, eager, graph, model, seeing or translation.")],
     out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
