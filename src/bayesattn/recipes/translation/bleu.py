@@ -78,8 +78,9 @@ def sentence_counts(outputs: Sequence[str], references: Sequence[str]) -> list[C
 
 def bleu_of_counts(counts: Sequence[Counts]) -> float:
     """Return corpus BLEU of the sentences that were counted: what `corpus_bleu` says of their text."""
-    correct, total = ([sum(column) for column in zip(*(c[side] for c in counts), strict=True)] for side in (0, 1))
-    lengths = [sum(c[side] for c in counts) for side in (2, 3)]
+    correct = [sum(column) for column in zip(*(c.correct for c in counts), strict=True)]
+    total = [sum(column) for column in zip(*(c.total for c in counts), strict=True)]
+    lengths = sum(c.output_length for c in counts), sum(c.reference_length for c in counts)
     return float(_metrics().BLEU.compute_bleu(correct, total, *lengths, smooth_method="exp").score)
 
 

@@ -117,8 +117,9 @@ def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], ma
     difference, p_values = "–", "–"
     if variant != "soft" and common:
         difference = _tables.show(_tables.paired(each(common, "bleu"), each(soft, "bleu")).difference)
-        texts = [[cells[seed]["tests"][main]["outputs"] for cells in (soft, common)] for seed in common]
-        p_values = ", ".join(_tables.show_p(bleu.bootstrap_p_value(*both, pairs.targets)) for both in texts)
+        texts = [(soft[seed]["tests"][main]["outputs"], cell["tests"][main]["outputs"]) for seed, cell in common.items()]
+        tested = [bleu.bootstrap_p_value(baseline, ours, pairs.targets) for baseline, ours in texts]
+        p_values = ", ".join(map(_tables.show_p, tested))
     return [
         variant,
         str(len(by_seed)),
