@@ -122,6 +122,10 @@ def test_daquar_questions_lose_their_image_and_lists_their_order(tmp_path):
     assert questions["test"] == [Question("image2", "what is on the table ?", ("book, lamp",), "object")]
 
 
+def test_answers_that_are_lists_are_told_from_single_ones():
+    assert [daquar.is_single(sort_answer(answer)) for answer in ("night_stand", "lamp, chair", "2")] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,26 +3,28 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from bayesattn.recipes._train import progress
 from bayesattn.runs import RunError
 
+Name = TypeVar("Name", bound=str)
 # measures of a run by variant and seed
 Cells = dict[str, dict[int, dict[str, Any]]]
 
 
-def choose(what: str, given: Sequence[str] | None, allowed: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Return the names that were asked for, each once, or the default; a name that does not exist is an error."""
+def choose(what: str, given: Sequence[str] | None, allowed: Sequence[Name], default: Sequence[Name]) -> list[Name]:
+    """Return the names that were asked for, or the default, in the order of `allowed`; an unknown name is an error."""
     for name in given or ():
         if name not in allowed:
             raise ValueError(f"{what} has {name!r}; allowed: {', '.join(allowed)}")
-    return list(dict.fromkeys(default if given is None else given))
+    wanted = default if given is None else given
+    return [name for name in allowed if name in wanted]
 
 
-def at_hand(names: Sequence[str], data: Path | None) -> list[str]:
+def at_hand(names: Sequence[Name], data: Path | None) -> list[Name]:
     """Return the data sets that can be read: `shapes`, which is generated, and those with a folder in `data`."""
     return [name for name in names if name == "shapes" or (data is not None and (data / name).is_dir())]
 

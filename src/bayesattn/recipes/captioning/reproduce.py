@@ -72,7 +72,7 @@ def reproduce(
         console: Where to print.
         minutes: No run begins later than this; the tables are of what is finished, and the same call goes on later.
     """
-    known = get_args(DatasetName)
+    known: tuple[DatasetName, ...] = get_args(DatasetName)
     chosen = choose("variants", variants, list(VARIANTS), list(VARIANTS))
     deadline, pages, rows = deadline_after(minutes), [], []
     for dataset in choose("datasets", names, known, at_hand(known, data)):
