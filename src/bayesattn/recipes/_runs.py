@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -206,3 +206,20 @@ def read_log(folder: Path) -> MetricLog:
     if not log.rows or not all(isinstance(row, dict) for row in log.rows):
         raise RunError(f"{folder / LOG_FILE} is no log: allowed are lines with a JSON object each, at least one")
     return log
+
+
+def choose_methods(given: Sequence[str] | None, allowed: Sequence[str], num_samples: int, variant: str) -> list[str]:
+    """Return how the predictions of a run are to be drawn; None takes the first two ways.
+
+    Args:
+        given: What was asked for.
+        allowed: What the model can do, the usual ways first.
+        num_samples: Draws, at least 2.
+        variant: Of the model, for the message.
+    """
+    for method in given or ():
+        if method not in allowed:
+            raise ValueError(f"method is {method!r}; allowed for {variant}: {', '.join(allowed)}")
+    if num_samples < 2:
+        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    return list(allowed[:2]) if given is None else list(dict.fromkeys(given))

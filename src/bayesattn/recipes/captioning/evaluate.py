@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes._vision.features import add_noise
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit, load_data
 from bayesattn.recipes.captioning.explain import draw, method_of, prior_weights
@@ -47,14 +48,8 @@ def predict_run(
         data: The folder of the data sets, or the run's data set; None for generated images.
     """
     config, model = load_run(folder)
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
     drawn = method_of(model)
-    allowed = ["mean", *([drawn] if drawn else [])]
-    methods = allowed if methods is None else list(dict.fromkeys(methods))
-    for method in methods:
-        if method not in allowed:
-            raise ValueError(f"method is {method!r}; allowed for {config.attention.variant}: {', '.join(allowed)}")
+    methods = choose_methods(methods, ["mean", *([drawn] if drawn else [])], num_samples, config.attention.variant)
     if any(not 0.0 <= strength < float("inf") for strength in noise):
         raise ValueError(f"noise is {noise!r}; allowed: finite numbers of at least 0")
     known = data if isinstance(data, CaptionData) else load_data(config.dataset, data)

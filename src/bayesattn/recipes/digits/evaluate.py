@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bayesattn.predict import predict, sampling
+from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes._train import one_thread
 from bayesattn.recipes.digits.data import CLASS_NAMES, Split, evaluation_splits
 from bayesattn.recipes.digits.model import PATCH, DigitClassifier
@@ -44,13 +45,7 @@ def predict_run(
         on_progress: Called with the number of splits and methods done and to do, for a progress bar.
     """
     config, model = load_run(folder)
-    allowed = available_methods(config)
-    methods = allowed[:2] if methods is None else list(dict.fromkeys(methods))
-    for method in methods:
-        if method not in allowed:
-            raise ValueError(f"method is {method!r}; allowed for {config.attention.variant}: {', '.join(allowed)}")
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
     splits = evaluation_splits(config.train_size, noise)
     predictions, done = {}, 0
     for name, split in splits.items():

@@ -217,8 +217,7 @@ def choose(rows: Sequence[dict[str, Any]], by: str = "scaled_nll") -> dict[str, 
         if not points:
             continue
         means = {
-            key: {name: sum(float(row[name]) for row in own) / len(own) for name in measured}
-            for key, own in points.items()
+            key: {name: sum(float(row[name]) for row in own) / len(own) for name in measured} for key, own in points.items()
         }
         best = max(mean["accuracy"] for mean in means.values())
         fine = [key for key, mean in means.items() if mean["accuracy"] >= best - TOLERANCE]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesattn.metrics import PredictionTable, tabulate_predictions
 from bayesattn.predict import predict
+from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes._train import one_thread
 from bayesattn.recipes._vision.features import add_noise
 from bayesattn.recipes.vqa.accuracy import soft_targets
@@ -80,13 +81,7 @@ def predict_run(
         on_progress: Called with the number of splits and methods done and to do, for a progress bar.
     """
     config, model = load_run(folder)
-    allowed = available_methods(config)
-    methods = allowed[:2] if methods is None else list(dict.fromkeys(methods))
-    for method in methods:
-        if method not in allowed:
-            raise ValueError(f"method is {method!r}; allowed for {config.attention.variant}: {', '.join(allowed)}")
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
     device = choose_device()
     model = model.to(device)
     limit = max(1, MAX_VALUES // (num_samples * len(model.vocabulary.answers)))
