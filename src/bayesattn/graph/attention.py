@@ -22,6 +22,7 @@ from torch_geometric.utils import is_sparse, to_edge_index
 from bayesattn import _checks
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, PriorScope, edge_attention
+from bayesattn.graph.batches import SeedRows
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.precision import upcast
 from bayesattn.ops.segment import csr, plain, reference
@@ -61,6 +62,8 @@ class EdgeAttentionModule(BayesianModule):
     prior_scope: PriorScope = "graph"
     backend: EdgeBackend = "auto"
     value_dropout: float = 0.0
+    # set from outside, by `neighbor_batch`
+    seed_rows: SeedRows | None = None
     # these only during a call
     _call: Call | None = None
     _wants_weights: bool = False
@@ -127,20 +130,22 @@ class EdgeAttentionModule(BayesianModule):
     ) -> reference.EdgeAttention:
         """Return output and weights of one draw, in the order of the call's edges, and record its KL."""
         edges, needs_kl = call.edges, self.needs_kl
+        is_whole = self.seed_rows is None
         result = edge_attention(
             scores,
             self._drop_value(value),
             edges,
             config=self.config,
-            prior=self._log_prior(keys, edges) if needs_kl else None,
+            prior=self._log_prior(keys, edges) if needs_kl and is_whole else None,
             prior_scope=self.prior_scope,
             dropout_p=self._dropout(dropout),
             sample=self.is_sampling,
-            need_kl=needs_kl,
+            need_kl=needs_kl and is_whole,
             need_weights=self._wants_weights,
             backend=self.backend,
         )
-        return result._replace(output=self._record(result.output, result.kl))
+        kl = result.kl if is_whole or not needs_kl else self._kl(upcast(scores), keys, call)
+        return result._replace(output=self._record(result.output, kl))
 
     def _draw(self, scores: Float[Tensor, "e h"]) -> Float[Tensor, "e h"]:
         """Return weights alone, where PyG passes the messages, and keep the scores for `_record_messages`."""
@@ -160,10 +165,19 @@ class EdgeAttentionModule(BayesianModule):
         if not self.needs_kl:
             return output
         assert call.scores is not None
+        return self._record(output, self._kl(call.scores, keys, call))
+
+    def _kl(self, scores: Float[Tensor, "e h"], keys: Float[Tensor, "n h d"], call: Call) -> Float[Tensor, " 1"]:
+        """Return the KL of the graph, or the estimate of it from the rows of a batch's seeds."""
+        edges = call.edges
         with torch.autocast(keys.device.type, enabled=False):
-            prior = self._log_prior(keys, call.edges)
-            kl = reference.kl_total(call.scores, prior, call.edges, self.config, self.prior_scope)
-        return self._record(output, kl)
+            prior = self._log_prior(keys, edges)
+            if self.seed_rows is None:
+                return reference.kl_total(scores, prior, edges, self.config, self.prior_scope)
+            own, places = self.seed_rows.edges(edges)
+            by_head = reference.kl_by_head(scores[places], prior, own, self.config, self.prior_scope, call.ops)
+            heads = 1 if self.config.kl_reduction == "sum" else len(by_head)
+            return by_head.sum().view(1) / (self.seed_rows.entries(self.config) * heads)
 
     def _drop_value(self, value: Tensor) -> Tensor:
         return F.dropout(value, self._dropout(self.value_dropout)) if self.value_dropout else value

@@ -36,7 +36,6 @@ from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
 from bayesattn.recipes.graph.model import GraphAttentionNetwork
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
-from bayesattn.recipes.graph.search import ENDINGS
 from bayesattn.recipes.graph.train import GraphConfig, load_config, load_seed_graphs
 from bayesattn.runs import write_csv
 
@@ -217,7 +216,7 @@ def study(
         members: Networks of an ensemble; 1 for none.
         trained: Of `TRAINED`; a class is left out only where three are.
         kinds: Of `KINDS`.
-        ending: Of the configs: `tuned`, chosen by NLL, or `selective`, chosen by AURC.
+        ending: Of the configs' names: `tuned`, `selective` or `few` (`search.py`).
         limit: Seconds; no way of training begins that would, at the pace of the slowest before, end later.
         data: Folder of the data sets.
         device: Where to compute.
@@ -261,7 +260,7 @@ def main() -> None:
     parser.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
     parser.add_argument("--trained", default=",".join(TRAINED), help="ways of training, separated by commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of networks, separated by commas")
-    parser.add_argument("--ending", default="tuned", choices=ENDINGS.values(), help="of the configs")
+    parser.add_argument("--ending", default="tuned", help="of the configs' names: tuned, selective, few")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")

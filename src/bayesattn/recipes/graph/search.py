@@ -11,8 +11,11 @@ one network.
 A setting counts by how its predictions are made: soft by its mean, MC dropout by 20 draws of its dropout, BAM by its mean or
 by 20 draws of all the noise it was trained with, whichever is better; so soft and MC dropout together have the choice that
 each BAM has. Of the settings whose mean validation accuracy is within `TOLERANCE` of the best, the one is chosen with the
-lowest NLL after temperature scaling (configs `-tuned`; the temperature for one half of the validation nodes comes from the
-other half) or with the lowest AURC (`--by aurc`, configs `-selective`). No test node is read.
+lowest NLL after temperature scaling (the temperature for one half of the validation nodes comes from the other half) or,
+with `--by aurc`, with the lowest AURC. No test node is read.
+
+Configs are called `-tuned` (all labels, by NLL), `-selective` (all labels, by AURC) and `-few` (a quarter of the labels,
+another one for each seed, by AURC).
 """
 
 import argparse
@@ -33,6 +36,7 @@ from torch import Tensor
 
 from bayesattn import metrics
 from bayesattn.recipes._train import one_thread
+from bayesattn.recipes.graph.corrupt import keep_labels
 from bayesattn.recipes.graph.data import Graph
 from bayesattn.recipes.graph.evaluate import available_methods, draw
 from bayesattn.recipes.graph.inputs import GraphInputs
@@ -53,8 +57,8 @@ ROUNDS: list[dict[str, Any]] = [
     {"learning_rate": 0.01, "head_dim": 16, "kept_by": "nll"},
     {"learning_rate": 0.005, "head_dim": 8, "kept_by": "nll"},
 ]
-# what settings may be chosen by, and how the configs are called
-ENDINGS = {"scaled_nll": "tuned", "aurc": "selective"}
+# what settings may be chosen by
+MEASURES = ("scaled_nll", "aurc")
 
 
 @dataclass(frozen=True)
@@ -175,16 +179,27 @@ def measure(logits: Float[Tensor, "s v c"], labels: Int[Tensor, " v"]) -> dict[s
 
 @one_thread()
 def search(
-    name: str, *, num_seeds: int, rounds: Sequence[int], limit: float, data: Path | None, device: str, out: Path
+    name: str,
+    *,
+    num_seeds: int,
+    rounds: Sequence[int],
+    limit: float,
+    data: Path | None,
+    device: str,
+    out: Path,
+    labels: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Run some rounds, until the next one would end after `limit` seconds; write after each kind of a round.
 
-    Every round trains all kinds, so that a search that ends at its limit is still one of equal size.
+    Every round trains all kinds, so that a search that ends at its limit is still one of equal size. `labels` is the share of
+    the training nodes' labels that each seed keeps, its own choice of them.
     """
     start = last = time.perf_counter()
     longest = 0.0
     seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
     graphs = load_seed_graphs(load_config(f"{name}-soft"), data, seeds)
+    if labels < 1.0:
+        graphs = [keep_labels(graph, labels, seed) for graph, seed in zip(graphs, seeds)]
     inputs = GraphInputs.of(graphs[0])
     rows: list[dict[str, Any]] = []
     for number in rounds:
@@ -235,9 +250,9 @@ def choose(rows: Sequence[dict[str, Any]], by: str = "scaled_nll") -> dict[str, 
     return chosen
 
 
-def write_config(name: str, choice: str, found: dict[str, Any], folder: Path, by: str = "scaled_nll") -> Path:
+def write_config(name: str, choice: str, found: dict[str, Any], folder: Path, ending: str = "tuned") -> Path:
     """Write the config of a chosen setting."""
-    config = f"{name}-{choice}-{ENDINGS[by]}"
+    config = f"{name}-{choice}-{ending}"
     base = yaml.safe_load((CONFIGS / f"{name}-{found['kind']}.yaml").read_text(encoding="utf-8"))
     values = {**FIXED[found["kind"]], **found["point"]}
     if "kl_weight" in values:
@@ -249,11 +264,11 @@ def write_config(name: str, choice: str, found: dict[str, Any], folder: Path, by
             target = target.setdefault(parent, {})
         target[last] = int(value) if last in ("head_dim", "prior_hidden_dim") else value
     words = {"soft": "soft attention", "dropout": "soft attention", "nokl": "BAM-NOKL", "wc": "BAM-WC"}
-    ranked = f", AURC {found['aurc']:.4f}" if by == "aurc" else ""
+    ranked = f", AURC {found['aurc']:.4f}" if "aurc" in found else ""
     how = {"mean": "its mean", "all": "20 draws of all its noise"}[found["method"]]
     header = (
         f"# {name}, {words[choice]}, to predict with {how}: the best of {found['num_points']} settings on validation nodes, "
-        f"{found['num_seeds']} seeds each (search.py).\n"
+        f"{found['num_seeds']} seeds each, {found['num_labels']} labels (search.py).\n"
         f"# Validation: accuracy {found['accuracy']:.4f}, NLL {found['nll']:.4f}, {found['scaled_nll']:.4f} after "
         f"cross-fitted temperature scaling{ranked}.\n"
         f"# bayesattn train graph --config {config} --data DIR --out runs/{config}\n"
@@ -278,6 +293,7 @@ def main() -> None:
     run.add_argument("--seeds", type=int, default=5)
     run.add_argument("--rounds", default="0,1,2", help="numbers of the rounds, separated by commas")
     run.add_argument("--limit", type=float, default=float("inf"), help="seconds; no round begins that would end later")
+    run.add_argument("--labels", type=float, default=1.0, help="share of the labels that are kept for training")
     run.add_argument("--data", type=Path)
     run.add_argument("--out", type=Path, required=True)
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -285,7 +301,8 @@ def main() -> None:
     pick.add_argument("files", type=Path, nargs="+")
     pick.add_argument("--out", type=Path, required=True, help="folder of the configs")
     pick.add_argument("--chosen", type=Path, required=True, help="JSON file with all choices")
-    pick.add_argument("--by", default="scaled_nll", choices=ENDINGS, help="measure that ranks the accurate settings")
+    pick.add_argument("--by", default="scaled_nll", choices=MEASURES, help="measure that ranks the accurate settings")
+    pick.add_argument("--ending", default="tuned", help="of the configs' names")
     arguments = parser.parse_args()
     if arguments.command == "run":
         search(
@@ -296,6 +313,7 @@ def main() -> None:
             data=arguments.data,
             device=arguments.device,
             out=arguments.out,
+            labels=arguments.labels,
         )
         return
     by_name: dict[str, list[dict[str, Any]]] = {}
@@ -305,7 +323,7 @@ def main() -> None:
     chosen = {name: choose(rows, arguments.by) for name, rows in by_name.items()}
     for name, choices in chosen.items():
         for choice, found in choices.items():
-            print(write_config(name, choice, found, arguments.out, arguments.by), found)
+            print(write_config(name, choice, found, arguments.out, arguments.ending), found)
     write_json(arguments.chosen, chosen)
 
 
