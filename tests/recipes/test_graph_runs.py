@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from bayesattn.recipes.graph import compare, demo, reproduce, robustness, search
+from bayesattn.recipes.graph import compare, demo, reproduce, robustness, search, settings
 from bayesattn.recipes.graph.evaluate import available_methods, draw, edge_weights, measure_draws, predict_run
 from bayesattn.recipes.graph.generated import generate_graph
 from bayesattn.recipes.graph.inputs import GraphInputs
@@ -193,8 +193,9 @@ def test_paired_differences_are_to_the_same_seed():
 
 
 def _tiny_search(monkeypatch, tmp_path, **options):
-    _tiny_configs(monkeypatch, search)
-    monkeypatch.setattr(search, "POINTS", 2)
+    for module in (search, settings):
+        _tiny_configs(monkeypatch, module)
+    monkeypatch.setattr(settings, "POINTS", 2)
     monkeypatch.setattr(search, "NUM_SAMPLES", 2)
     options = {"num_seeds": 2, "rounds": range(2), "limit": math.inf, "data": None, "device": "cpu", **options}
     return search.search("generated", **options, out=tmp_path / "search.csv")
@@ -218,8 +219,8 @@ def test_search_stops_before_its_limit_after_a_whole_round(monkeypatch, tmp_path
 
 
 def test_search_reads_validation_nodes_only(monkeypatch):
-    _tiny_configs(monkeypatch, search)
-    monkeypatch.setattr(search, "POINTS", 1)
+    _tiny_configs(monkeypatch, settings)
+    monkeypatch.setattr(settings, "POINTS", 1)
     graph = generate_graph(97, num_train=20, num_validation=20)
     del graph.splits["test"]
     rows = search.run_round("generated", "wc", 0, [graph], GraphInputs.of(graph), [1], "cpu")
@@ -256,9 +257,9 @@ def test_chosen_is_the_lowest_scaled_nll_among_the_accurate(tmp_path):
 
 def test_search_grids_name_settings_that_exist():
     for kind in search.KINDS:
-        for number in range(len(search.ROUNDS)):
-            for point in search.draw_points(kind, number):
-                search.point_config("cora", kind, point, 140)
+        for number in range(len(settings.ROUNDS)):
+            for point in settings.draw_points(kind, number):
+                settings.point_config("cora", kind, point, 140)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Training on sampled neighbourhoods: the KL of a batch's seed nodes stands for the KL of the whole graph.
 
-PyG's `NeighborLoader` gives a batch its seed nodes first, `batch_size` of them, then the nodes their logits depend on, and the
-sampled edges in local numbers. Only the seeds' rows count: each node is a seed once an epoch, but in the neighbourhood of
-others any number of times. With B seeds drawn uniformly from all N nodes
+PyG's `NeighborLoader` gives a batch its seed nodes first, `batch_size` of them, then the nodes their logits depend on, and
+the sampled edges in local numbers. Only the seeds' rows count: each node is a seed once an epoch, but in the neighbourhoods
+of others any number of times. With B seeds drawn uniformly from all N nodes
 
     E[ N/B Σ_{i seed} KL_i ] = Σ_i KL_i
 
@@ -62,8 +62,8 @@ class SeedRows:
 def neighbor_batch(model: nn.Module, *, batch_size: int, num_nodes: int, num_edges: int | None = None) -> Iterator[None]:
     """Let the layers of `model` record the KL of a sampled batch as an estimate of the whole graph's.
 
-    Seeds must be drawn from all nodes, labelled or not (`NeighborLoader(data, input_nodes=None, shuffle=True)`): the KL is of
-    all nodes, the likelihood of the labelled ones among the seeds.
+    Seeds must be drawn from all nodes, labelled or not (`NeighborLoader(data, input_nodes=None, shuffle=True)`): the KL is
+    of all nodes, the likelihood of the labelled ones among the seeds.
 
     Args:
         model: With layers of `bayesattn.graph`.
@@ -72,8 +72,8 @@ def neighbor_batch(model: nn.Module, *, batch_size: int, num_nodes: int, num_edg
         num_edges: Edges of the whole graph, with the self-loops that a layer adds; needed for `kl_reduction="mean"` alone.
 
     Raises:
-        ValueError: A number is impossible, the model has no such layer, or a contextual prior is over all nodes of the graph,
-            which a batch does not know.
+        ValueError: A number is impossible, the model has no such layer, or a contextual prior is over all nodes of the
+            graph, which a batch does not know.
     """
     from bayesattn.graph.attention import EdgeAttentionModule
 

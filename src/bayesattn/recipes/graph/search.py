@@ -3,10 +3,10 @@
     python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
     python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out CONFIGS --chosen runs/search/chosen.json
 
-A round fixes learning rate, width and which epoch is kept, and takes `POINTS` pairs of dropout and weight decay. Soft attention, BAM without KL
-and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout chooses among soft's
-networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind train side by side as
-one network.
+A round fixes learning rate, width and which epoch is kept, and takes `POINTS` pairs of dropout and weight decay. Soft
+attention, BAM without KL and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout
+chooses among soft's networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind
+train side by side as one network.
 
 A setting counts by how its predictions are made: soft by its mean, MC dropout by 20 draws of its dropout, BAM by its mean or
 by 20 draws of all the noise it was trained with, whichever is better; so soft and MC dropout together have the choice that
@@ -20,11 +20,8 @@ another one for each seed, by AURC).
 
 import argparse
 import csv
-import itertools
-import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,66 +39,19 @@ from bayesattn.recipes.graph.evaluate import available_methods, draw
 from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
+from bayesattn.recipes.graph.settings import BROAD, FIXED, KINDS, NAMES, draw_points, point_config
 from bayesattn.recipes.graph.targets import Targets
-from bayesattn.recipes.graph.train import CONFIGS, GraphConfig, load_config, load_seed_graphs
+from bayesattn.recipes.graph.train import CONFIGS, load_config, load_seed_graphs
 from bayesattn.report.measure import mean_logits
 from bayesattn.runs import write_bytes, write_csv, write_json
 
 FIRST_SEED = 100
-POINTS = 8
 NUM_SAMPLES = 20
 TOLERANCE = 0.01
-# of a round, for all kinds
-ROUNDS: list[dict[str, Any]] = [
-    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "both"},
-    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "nll"},
-    {"learning_rate": 0.005, "head_dim": 8, "kept_by": "nll"},
-]
 # what settings may be chosen by
 MEASURES = ("scaled_nll", "aurc")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Where a round looks.
-
-    Attributes:
-        shared: Settings of all kinds; the round takes `POINTS` of their combinations.
-        own: Further settings by kind; `kl_weight` is of the loss per label, and the config's is per graph.
-    """
-
-    shared: dict[str, list[Any]]
-    own: dict[str, dict[str, list[Any]]]
-
-
-# the first round looks everywhere, the others where it was best on the validation nodes of the first four graphs
-BROAD = Grid(
-    {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]},
-    {
-        "soft": {},
-        "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0]},
-        "wc": {
-            "attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0],
-            "attention.gamma_beta": [0.1, 1.0],
-            "kl_weight": [0.01, 0.1, 1.0],
-        },
-    },
-)
-FINE = Grid(
-    {"dropout": [0.2, 0.4, 0.5, 0.6], "weight_decay": [5e-4, 5e-3]},
-    {
-        "soft": {},
-        "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0]},
-        "wc": {"attention.weibull_k": [0.3, 0.5, 1.0], "attention.gamma_beta": [0.1], "kl_weight": [0.3, 1.0, 3.0]},
-    },
-)
-KINDS = tuple(BROAD.own)
-NAMES = (*ROUNDS[0], *BROAD.shared, *BROAD.own["wc"])
-FIXED: dict[str, dict[str, Any]] = {
-    "soft": {},
-    "nokl": {},
-    "wc": {"attention.preset": "default", "attention.prior_hidden_dim": 5, "prior_scope": "neighbourhood"},
-}
 # what is chosen: the networks it trains, and the methods that may predict: their mean, or draws of all their noise
 CHOICES = {
     "soft": ("soft", ("mean",)),
@@ -109,26 +59,6 @@ CHOICES = {
     "nokl": ("nokl", ("mean", "all")),
     "wc": ("wc", ("mean", "all")),
 }
-
-
-def draw_points(kind: str, number: int) -> list[dict[str, Any]]:
-    """Return the settings of a round; those that kinds share are the same for all of them."""
-    grid = FINE if number else BROAD
-    pairs = [dict(zip(grid.shared, values)) for values in itertools.product(*grid.shared.values())]
-    # a string seeds Python's generator alike everywhere
-    pairs = random.Random("pairs 0").sample(pairs, len(pairs))[:POINTS]
-    own = random.Random(f"{kind} {number}")
-    return [
-        {**ROUNDS[number], **pair, **{name: own.choice(values) for name, values in grid.own[kind].items()}} for pair in pairs
-    ]
-
-
-def point_config(name: str, kind: str, point: dict[str, Any], num_labels: int) -> GraphConfig:
-    """Return the config of a setting, on the base of the data set's own."""
-    values = {**FIXED[kind], **point}
-    if "kl_weight" in values:
-        values["training.kl_schedule.final"] = values.pop("kl_weight") * num_labels
-    return load_config(f"{name}-{kind}", [f"{key}={value}" for key, value in values.items()])
 
 
 def run_round(
@@ -191,8 +121,8 @@ def search(
 ) -> list[dict[str, Any]]:
     """Run some rounds, until the next one would end after `limit` seconds; write after each kind of a round.
 
-    Every round trains all kinds, so that a search that ends at its limit is still one of equal size. `labels` is the share of
-    the training nodes' labels that each seed keeps, its own choice of them.
+    Every round trains all kinds, so that a search that ends at its limit is still one of equal size. `labels` is the share
+    of the training nodes' labels that each seed keeps, its own choice of them.
     """
     start = last = time.perf_counter()
     longest = 0.0

@@ -42,8 +42,8 @@ class GraphConfig:
         output_heads: Heads of the second layer, averaged.
         dropout: In the three places of each layer.
         prior_scope: Over which nodes a contextual prior sums to one: the `graph`, or the `neighbourhood` of each node.
-        kept_by: Which epochs may give the run its parameters, the last of them does: `both`, those in which validation NLL and
-            accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
+        kept_by: Which epochs may give the run its parameters, the last of them does: `both`, those in which validation NLL
+            and accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
         fanout: Neighbours that a node of a mini-batch hears at most; None for all.
         learning_rate: Of Adam.
         weight_decay: L2 penalty, added to the gradient before Adam sees it (not AdamW's).
