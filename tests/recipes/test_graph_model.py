@@ -218,6 +218,15 @@ def test_both_criteria_decide_what_is_kept_and_either_goes_on(graph):
     # row 1 improves the NLL alone, row 3 ties the accuracy alone: neither is kept, both reset the patience
     assert kept == [True, False, True, False, False, False]
     assert [epochs_since_progress(rows[: stop + 1]) for stop in range(6)] == [0, 0, 0, 0, 1, 2]
+    # row 1 is kept where the NLL alone decides
+    experiment = GraphExperiment(load_config("cora-soft", [*SMALL, "kept_by=nll"]), graph)
+    assert [experiment.is_better(row, None, config.training) for row in rows] == [True, True, True, False, False, False]
+
+
+def test_copies_keep_the_epoch_of_the_lowest_nll_where_it_alone_decides(graph):
+    config = load_config("cora-soft", [*SMALL, "training.epochs=15", "learning_rate=0.05", "kept_by=nll"])
+    runs = train_many(config, graph, [0, 1, 2])
+    assert runs.kept_epoch.tolist() == runs.validation_nll.argmin(dim=0).tolist()
 
 
 @pytest.mark.parametrize("name", ["cora-soft", "cora-nokl", "cora-lc", "cora-wc"])

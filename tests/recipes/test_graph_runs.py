@@ -205,7 +205,8 @@ def test_search_gives_every_kind_the_same_number_of_settings(monkeypatch, tmp_pa
     rows = _tiny_search(monkeypatch, tmp_path)
     assert {kind: sum(row["kind"] == kind for row in rows) for kind in search.KINDS} == dict.fromkeys(search.KINDS, 16)
     shared = [
-        {(row["round"], row["dropout"], row["weight_decay"]) for row in rows if row["kind"] == k} for k in search.KINDS
+        {(row["dropout"], row["weight_decay"]) for row in rows if row["kind"] == k and not row["round"]}
+        for k in search.KINDS
     ]
     assert shared[0] == shared[1] == shared[2]
     assert all(0.0 <= row["accuracy"] <= 1.0 and row["scaled_nll"] > 0.0 for row in rows)
@@ -216,6 +217,13 @@ def test_search_stops_before_its_limit_after_a_whole_round(monkeypatch, tmp_path
     rows = _tiny_search(monkeypatch, tmp_path, limit=0.0)
     assert {row["round"] for row in rows} == {0}
     assert {row["kind"] for row in rows} == set(search.KINDS)
+
+
+def test_search_with_few_labels_trains_on_its_share_of_them(monkeypatch, tmp_path):
+    options = {"rounds": [1], "num_seeds": 1}
+    found = [_tiny_search(monkeypatch, tmp_path, **options, labels=share) for share in (1.0, 0.25)]
+    labels = [rows[0]["num_labels"] for rows in found]
+    assert labels[1] == pytest.approx(labels[0] / 4, abs=2)
 
 
 def test_search_reads_validation_nodes_only(monkeypatch):
@@ -247,6 +255,11 @@ def test_chosen_is_the_lowest_scaled_nll_among_the_accurate(tmp_path):
     assert chosen["soft"]["point"]["dropout"] == 0.4
     # MC dropout must drop
     assert chosen["dropout"]["point"]["dropout"] == 0.6
+    # by AURC it is another one; rows of a search that did not measure it do not count, nor kinds without a row
+    ranked = [{**one, "aurc": one["accuracy"] - one["scaled_nll"]} for one in rows[:3]]
+    by_aurc = search.choose([*ranked, *rows[5:]], "aurc")
+    assert list(by_aurc) == ["soft"]
+    assert by_aurc["soft"]["point"]["dropout"] == 0.2
     for choice, found in chosen.items():
         config = load_config(str(search.write_config("cora", choice, found, tmp_path)))
         assert config.dropout == found["point"]["dropout"]
@@ -258,7 +271,9 @@ def test_chosen_is_the_lowest_scaled_nll_among_the_accurate(tmp_path):
 def test_search_grids_name_settings_that_exist():
     for kind in search.KINDS:
         for number in range(len(settings.ROUNDS)):
-            for point in settings.draw_points(kind, number):
+            points = settings.draw_points(kind, number)
+            assert len(points) == settings.POINTS
+            for point in points:
                 settings.point_config("cora", kind, point, 140)
 
 

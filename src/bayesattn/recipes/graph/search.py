@@ -3,10 +3,9 @@
     python -m bayesattn.recipes.graph.search run cora --seeds 5 --data DIR --out runs/search/cora.csv
     python -m bayesattn.recipes.graph.search choose runs/search/*.csv --out CONFIGS --chosen runs/search/chosen.json
 
-A round fixes learning rate, width and which epoch is kept, and takes `POINTS` pairs of dropout and weight decay. Soft
-attention, BAM without KL and BAM-WC all train on these pairs, the last two with noise and prior drawn on top; MC dropout
-chooses among soft's networks. So each kind has as many settings to choose from. All settings and seeds of a round and kind
-train side by side as one network.
+A round fixes learning rate, width and which epoch is kept (`settings.py`). Soft attention, BAM without KL and BAM-WC train
+with equally many settings: dropout and weight decay, and for the last two noise and prior; MC dropout chooses among soft's
+networks. All settings and seeds of a round and kind train side by side as one network.
 
 A setting counts by how its predictions are made: soft by its mean, MC dropout by 20 draws of its dropout, BAM by its mean or
 by 20 draws of all the noise it was trained with, whichever is better; so soft and MC dropout together have the choice that
@@ -39,7 +38,7 @@ from bayesattn.recipes.graph.evaluate import available_methods, draw
 from bayesattn.recipes.graph.inputs import GraphInputs
 from bayesattn.recipes.graph.many import train_many
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
-from bayesattn.recipes.graph.settings import BROAD, FIXED, KINDS, NAMES, draw_points, point_config
+from bayesattn.recipes.graph.settings import FIXED, KINDS, NAMES, OWN, draw_points, point_config
 from bayesattn.recipes.graph.targets import Targets
 from bayesattn.recipes.graph.train import CONFIGS, load_config, load_seed_graphs
 from bayesattn.report.measure import mean_logits
@@ -66,7 +65,7 @@ def run_round(
 ) -> list[dict[str, Any]]:
     """Train all settings and seeds of one kind side by side; a row for every setting, seed and method."""
     # neighbours with the same noise and prior share the computation of the KL
-    points = sorted(draw_points(kind, number), key=lambda point: [point.get(name, 0.0) for name in BROAD.own["wc"]])
+    points = sorted(draw_points(kind, number), key=lambda point: [point.get(name, 0.0) for name in OWN["wc"]])
     num_labels = len(graphs[0].splits["train"])
     jobs = [(point, seed) for point in points for seed in seeds]
     configs = [point_config(name, kind, point, num_labels) for point, _ in jobs]
@@ -118,10 +117,11 @@ def search(
     device: str,
     out: Path,
     labels: float = 1.0,
+    kinds: Sequence[str] = KINDS,
 ) -> list[dict[str, Any]]:
     """Run some rounds, until the next one would end after `limit` seconds; write after each kind of a round.
 
-    Every round trains all kinds, so that a search that ends at its limit is still one of equal size. `labels` is the share
+    Every round trains all `kinds`, so that a search that ends at its limit is still one of equal size. `labels` is the share
     of the training nodes' labels that each seed keeps, its own choice of them.
     """
     start = last = time.perf_counter()
@@ -133,7 +133,7 @@ def search(
     inputs = GraphInputs.of(graphs[0])
     rows: list[dict[str, Any]] = []
     for number in rounds:
-        for kind in KINDS:
+        for kind in kinds:
             rows += run_round(name, kind, number, graphs, inputs, seeds, device)
             write_csv(out, rows)
             now = time.perf_counter()

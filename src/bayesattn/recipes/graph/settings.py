@@ -1,8 +1,7 @@
-"""The settings a search looks at: the same dropouts and weight decays for every kind of network, noise and prior on top."""
+"""The settings a search looks at: as many for every kind of network."""
 
 import itertools
 import random
-from dataclasses import dataclass
 from typing import Any
 
 from bayesattn.recipes.graph.train import GraphConfig, load_config
@@ -16,42 +15,33 @@ ROUNDS: list[dict[str, Any]] = [
 ]
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Where a round looks.
-
-    Attributes:
-        shared: Settings of all kinds; the round takes `POINTS` of their combinations.
-        own: Further settings by kind; `kl_weight` is of the loss per label, and the config's is per graph.
-    """
-
-    shared: dict[str, list[Any]]
-    own: dict[str, dict[str, list[Any]]]
-
-
-# the first round looks everywhere, the others where it was best on the validation nodes of the first four graphs
-BROAD = Grid(
-    {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]},
-    {
-        "soft": {},
-        "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0]},
-        "wc": {
-            "attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0],
-            "attention.gamma_beta": [0.1, 1.0],
-            "kl_weight": [0.01, 0.1, 1.0],
-        },
+# the first round looks everywhere: `POINTS` random pairs of dropout and weight decay, the same for all kinds, and for each
+# pair noise and prior at random; `kl_weight` is of the loss per label, and the config's is per graph
+SHARED = {"dropout": [0.0, 0.1, 0.2, 0.4, 0.6, 0.8], "weight_decay": [5e-5, 5e-4, 2e-3, 5e-3]}
+OWN: dict[str, dict[str, list[float]]] = {
+    "soft": {},
+    "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0]},
+    "wc": {
+        "attention.weibull_k": [0.3, 0.5, 1.0, 2.0, 5.0],
+        "attention.gamma_beta": [0.1, 1.0],
+        "kl_weight": [0.01, 0.1, 1.0],
     },
-)
-FINE = Grid(
-    {"dropout": [0.2, 0.4, 0.5, 0.6], "weight_decay": [5e-4, 2e-3]},
-    {
-        "soft": {},
-        "nokl": {"attention.weibull_k": [0.3, 0.5, 1.0]},
-        "wc": {"attention.weibull_k": [0.3, 0.5, 1.0], "attention.gamma_beta": [0.1], "kl_weight": [0.3, 1.0, 3.0]},
+}
+# the others look where it was best: every dropout with two weight decays (soft) or with two sizes of the noise (BAM)
+DROPOUTS = [0.2, 0.4, 0.5, 0.6]
+FINE: dict[str, dict[str, list[float]]] = {
+    "soft": {"dropout": DROPOUTS, "weight_decay": [5e-4, 2e-3]},
+    "nokl": {"dropout": DROPOUTS, "weight_decay": [5e-4], "attention.weibull_k": [0.5, 1.0]},
+    "wc": {
+        "dropout": DROPOUTS,
+        "weight_decay": [5e-4],
+        "attention.weibull_k": [0.5, 1.0],
+        "attention.gamma_beta": [0.1],
+        "kl_weight": [1.0],
     },
-)
-KINDS = tuple(BROAD.own)
-NAMES = (*ROUNDS[0], *BROAD.shared, *BROAD.own["wc"])
+}
+KINDS = tuple(OWN)
+NAMES = (*ROUNDS[0], *SHARED, *OWN["wc"])
 FIXED: dict[str, dict[str, Any]] = {
     "soft": {},
     "nokl": {},
@@ -60,15 +50,18 @@ FIXED: dict[str, dict[str, Any]] = {
 
 
 def draw_points(kind: str, number: int) -> list[dict[str, Any]]:
-    """Return the settings of a round; those that kinds share are the same for all of them."""
-    grid = FINE if number else BROAD
-    pairs = [dict(zip(grid.shared, values)) for values in itertools.product(*grid.shared.values())]
+    """Return the settings of a round."""
+    if number:
+        return [{**ROUNDS[number], **point} for point in _combinations(FINE[kind])][:POINTS]
+    pairs = _combinations(SHARED)
     # a string seeds Python's generator alike everywhere
     pairs = random.Random("pairs 0").sample(pairs, len(pairs))[:POINTS]
     own = random.Random(f"{kind} {number}")
-    return [
-        {**ROUNDS[number], **pair, **{name: own.choice(values) for name, values in grid.own[kind].items()}} for pair in pairs
-    ]
+    return [{**ROUNDS[number], **pair, **{name: own.choice(values) for name, values in OWN[kind].items()}} for pair in pairs]
+
+
+def _combinations(grid: dict[str, list[float]]) -> list[dict[str, float]]:
+    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
 
 
 def point_config(name: str, kind: str, point: dict[str, Any], num_labels: int) -> GraphConfig:
