@@ -15,8 +15,9 @@ from bayesattn.recipes.graph.data import load_graph
 from bayesattn.recipes.graph.features import SparseFeatures
 from bayesattn.recipes.graph.generated import generate_graph
 from bayesattn.recipes.graph.inputs import GraphInputs
+from bayesattn.recipes.graph.layer import CopySettings
 from bayesattn.recipes.graph.many import build_many, fit_many, train_many
-from bayesattn.recipes.graph.model import CopySettings, GraphAttentionNetwork, take_copies
+from bayesattn.recipes.graph.model import GraphAttentionNetwork, take_copies
 from bayesattn.recipes.graph.reproduce import DATASETS, VARIANTS
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import (

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from bayesattn.recipes.graph.data import Graph
 from bayesattn.recipes.graph.inputs import GraphInputs
-from bayesattn.recipes.graph.model import CopySettings, GraphAttentionNetwork, stack_networks, take_copies
+from bayesattn.recipes.graph.layer import CopySettings
+from bayesattn.recipes.graph.model import GraphAttentionNetwork, stack_networks, take_copies
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.targets import Targets
 from bayesattn.recipes.graph.train import RECIPE, GraphConfig, build_model, build_optimizer, training_inputs
