@@ -28,6 +28,8 @@ from bayesattn.runs import CHECKPOINT_FILE, make_run_folder, write_log, write_ru
 
 # how often the host asks whether all copies have stopped
 CHECK_EVERY = 20
+# networks side by side: on a CPU more do not fit the cache
+COPIES = {"cpu": 5, "cuda": 100}
 
 
 @dataclass(frozen=True)

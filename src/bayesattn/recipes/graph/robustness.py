@@ -33,7 +33,7 @@ from bayesattn.recipes.graph.corrupt import (
 from bayesattn.recipes.graph.data import Graph, leave_out_classes
 from bayesattn.recipes.graph.evaluate import LEFT_OUT, available_methods, draw, measure_draws
 from bayesattn.recipes.graph.inputs import GraphInputs
-from bayesattn.recipes.graph.many import train_many
+from bayesattn.recipes.graph.many import COPIES, train_many
 from bayesattn.recipes.graph.model import GraphAttentionNetwork
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.train import GraphConfig, load_config, load_seed_graphs
@@ -47,8 +47,6 @@ NUM_SAMPLES = 20
 TEST_DRAWS = 4
 # members of an ensemble have seeds so far apart
 MEMBER_STEP = 1000
-# networks side by side: on a CPU more do not fit the cache
-COPIES = {"cpu": 5, "cuda": 100}
 # how a graph is changed before training, by run seed; the last one has the same edges for all seeds
 TRAINED: dict[str, Callable[[Graph, int], Graph]] = {
     CLEAN: lambda graph, seed: graph,

@@ -5,7 +5,7 @@
 
 A round fixes learning rate, width and which epoch is kept (`settings.py`). Soft attention, BAM without KL and BAM-WC train
 with equally many settings: dropout and weight decay, and for the last two noise and prior; MC dropout chooses among soft's
-networks. All settings and seeds of a round and kind train side by side as one network.
+networks. The settings and seeds of a round and kind train side by side, as many as the device likes.
 
 A setting counts by how its predictions are made: soft by its mean, MC dropout by 20 draws of its dropout, BAM by its mean or
 by 20 draws of all the noise it was trained with, whichever is better; so soft and MC dropout together have the choice that
@@ -36,7 +36,7 @@ from bayesattn.recipes.graph.corrupt import keep_labels
 from bayesattn.recipes.graph.data import Graph
 from bayesattn.recipes.graph.evaluate import available_methods, draw
 from bayesattn.recipes.graph.inputs import GraphInputs
-from bayesattn.recipes.graph.many import train_many
+from bayesattn.recipes.graph.many import COPIES, train_many
 from bayesattn.recipes.graph.sampling import neighbourhood_inputs
 from bayesattn.recipes.graph.settings import FIXED, KINDS, NAMES, OWN, draw_points, point_config
 from bayesattn.recipes.graph.targets import Targets
@@ -63,29 +63,35 @@ CHOICES = {
 def run_round(
     name: str, kind: str, number: int, graphs: Sequence[Graph], inputs: GraphInputs, seeds: Sequence[int], device: str
 ) -> list[dict[str, Any]]:
-    """Train all settings and seeds of one kind side by side; a row for every setting, seed and method."""
+    """Train all settings and seeds of one kind; a row for every setting, seed and method."""
     # neighbours with the same noise and prior share the computation of the KL
     points = sorted(draw_points(kind, number), key=lambda point: [point.get(name, 0.0) for name in OWN["wc"]])
     num_labels = len(graphs[0].splits["train"])
-    jobs = [(point, seed) for point in points for seed in seeds]
-    configs = [point_config(name, kind, point, num_labels) for point, _ in jobs]
-    each_graph = [graph for _ in points for graph in graphs]
-    runs = train_many(
-        configs, each_graph, [seed for _, seed in jobs], device=device, inputs=inputs, shares_noise=device != "cpu"
-    )
-    validation = Targets.of(each_graph, "validation", torch.device("cpu"))
-    wanted = neighbourhood_inputs(inputs, validation.nodes).to(device)
+    jobs = [(point, seed, graph) for point in points for seed, graph in zip(seeds, graphs)]
     rows = []
-    # the copy that drops most says which methods there are
-    methods = available_methods(max(configs, key=lambda config: config.dropout))
-    for method in dict.fromkeys(["mean", methods[-1]]):
-        logits = draw(runs.model, wanted, method, NUM_SAMPLES, 0, shares_noise=device != "cpu").cpu()
-        for copy, (point, seed) in enumerate(jobs):
-            own = validation.is_own[copy]
-            found = measure(logits[:, copy, own], validation.labels[copy, own])
-            row = {"dataset": name, "kind": kind, "round": number, "method": "mean" if method == "mean" else "all"}
-            about = {"num_labels": num_labels, "kept_epoch": int(runs.kept_epoch[copy]), "seconds": round(runs.seconds, 2)}
-            rows.append({**row, "seed": seed, **point, **found, **about})
+    for start in range(0, len(jobs), COPIES[device]):
+        group = jobs[start : start + COPIES[device]]
+        configs = [point_config(name, kind, point, num_labels) for point, _, _ in group]
+        own_graphs = [graph for _, _, graph in group]
+        runs = train_many(
+            configs, own_graphs, [seed for _, seed, _ in group], device=device, inputs=inputs, shares_noise=device != "cpu"
+        )
+        validation = Targets.of(own_graphs, "validation", torch.device("cpu"))
+        wanted = neighbourhood_inputs(inputs, validation.nodes).to(device)
+        # the copy that drops most says which methods there are
+        methods = available_methods(max(configs, key=lambda config: config.dropout))
+        for method in dict.fromkeys(["mean", methods[-1]]):
+            logits = draw(runs.model, wanted, method, NUM_SAMPLES, 0, shares_noise=device != "cpu").cpu()
+            for copy, (point, seed, _) in enumerate(group):
+                own = validation.is_own[copy]
+                found = measure(logits[:, copy, own], validation.labels[copy, own])
+                row = {"dataset": name, "kind": kind, "round": number, "method": "mean" if method == "mean" else "all"}
+                about = {
+                    "num_labels": num_labels,
+                    "kept_epoch": int(runs.kept_epoch[copy]),
+                    "seconds": round(runs.seconds, 2),
+                }
+                rows.append({**row, "seed": seed, **point, **found, **about})
     return rows
 
 
@@ -192,7 +198,7 @@ def write_config(name: str, choice: str, found: dict[str, Any], folder: Path, en
         *parents, last = key.split(".")
         for parent in parents:
             target = target.setdefault(parent, {})
-        target[last] = int(value) if last in ("head_dim", "prior_hidden_dim") else value
+        target[last] = int(value) if last in ("head_dim", "prior_hidden_dim", "epochs") else value
     words = {"soft": "soft attention", "dropout": "soft attention", "nokl": "BAM-NOKL", "wc": "BAM-WC"}
     ranked = f", AURC {found['aurc']:.4f}" if "aurc" in found else ""
     how = {"mean": "its mean", "all": "20 draws of all its noise"}[found["method"]]

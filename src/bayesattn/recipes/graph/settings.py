@@ -9,9 +9,9 @@ from bayesattn.recipes.graph.train import GraphConfig, load_config
 POINTS = 8
 # of a round, for all kinds
 ROUNDS: list[dict[str, Any]] = [
-    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "both"},
-    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "nll"},
-    {"learning_rate": 0.005, "head_dim": 8, "kept_by": "nll"},
+    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "both", "training.epochs": 400},
+    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "nll", "training.epochs": 400},
+    {"learning_rate": 0.01, "head_dim": 16, "kept_by": "nll", "training.epochs": 200},
 ]
 
 
