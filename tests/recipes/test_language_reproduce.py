@@ -90,7 +90,7 @@ def test_csv_holds_every_number(table):
 
 def test_calibration_is_drawn_for_every_row(table):
     names = sorted(path.name for path in (table / "calibration").iterdir())
-    assert names == sorted(f"own-{row}.png" for row in ("soft", "dropout", "post-hoc", "ensemble", "BAM-WC"))
+    assert names == sorted(["all.png", *(f"own-{row}.png" for row in VARIANTS)])
 
 
 def test_runs_of_a_table_can_be_reported(table):
@@ -150,7 +150,7 @@ def test_tables_and_figures_need_no_draws(table, sentiment, tmp_path):
     shutil.rmtree(copy / "calibration")
     (copy / "cells" / "own-ensemble-0.json").unlink()
     assert run_table(copy, sentiment, VARIANTS, noise=(1.0,)).read_text() == before
-    assert len(list((copy / "calibration").iterdir())) == len(VARIANTS)
+    assert len(list((copy / "calibration").iterdir())) == len(VARIANTS) + 1
 
 
 def test_means_are_those_of_the_draws(table):
@@ -183,6 +183,13 @@ def test_numbers_are_means_with_intervals_beside_the_papers():
     assert "| 86.50 |" in text
     assert "| 88.50 |" in text
     assert "| BAM-WC | 1.00 ± 0.00 |" in text
+
+
+def test_cola_is_compared_by_its_accuracy_too():
+    cells = [fake_cell(row, seed, 0.7 + seed / 100, 0.5) for row in ("soft", "BAM-WC") for seed in range(3)]
+    for cell in cells:
+        cell["plain"]["splits"]["test"]["matthews"] = 0.4
+    assert "| minus soft, paired | Matthews | p | accuracy | p | NLL | p |" in section("cola", TASKS["cola"], cells)
 
 
 def test_squad_has_two_numbers_of_the_paper():

@@ -3,11 +3,19 @@
 from bayesattn.plots.attention import plot_attention, plot_attention_heads
 from bayesattn.plots.graph import plot_edge_uncertainty
 from bayesattn.plots.overlay import plot_overlay
-from bayesattn.plots.uncertainty import plot_entropy, plot_p_values, plot_pavpu, plot_reliability, plot_risk_coverage
+from bayesattn.plots.uncertainty import (
+    plot_calibration,
+    plot_entropy,
+    plot_p_values,
+    plot_pavpu,
+    plot_reliability,
+    plot_risk_coverage,
+)
 
 __all__ = [
     "plot_attention",
     "plot_attention_heads",
+    "plot_calibration",
     "plot_edge_uncertainty",
     "plot_entropy",
     "plot_overlay",

@@ -53,6 +53,44 @@ def plot_reliability(
     return figure
 
 
+def plot_calibration(
+    panels: Mapping[str, Mapping[str, Columns]], *, num_bins: int = 10, scheme: Scheme = "equal_count", title: str = ""
+) -> Figure:
+    """Draw accuracy against confidence of several models, a panel for each data set.
+
+    Args:
+        panels: For each data set and model its confidences and accuracies.
+        num_bins: How many bins at most.
+        scheme: Bins of equal width or equal count; of the latter each mark stands for as many predictions.
+        title: Above the figure.
+    """
+    if len(panels) == 0:
+        raise ValueError("panels is empty; allowed: at least one data set")
+    figure, axes = new_figure(0.6 + 3.1 * len(panels), 3.5, columns=len(panels))
+    # one look per model, also where a data set lacks some
+    models = list(dict.fromkeys(name for curves in panels.values() for name in _some(curves)))
+    for ax, (panel, curves) in zip(axes[0], panels.items(), strict=True):
+        ax.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1, linestyle="--")
+        lowest = 1.0
+        for name, (confidence, accuracy) in curves.items():
+            bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme)
+            index, label = models.index(name), names([name], (), "panels", 1)[0]
+            marker = MARKERS[index % len(MARKERS)]
+            sure, right = array(bins.confidence), array(bins.accuracy)
+            ax.plot(sure, right, label=label, marker=marker, markersize=4, linewidth=1.4, **_look(index))
+            lowest = min(lowest, float(sure.min()), float(right.min()))
+        # most classifiers are never less sure than chance: the empty corner is left out
+        start = max(0.0, np.floor(10 * lowest) / 10 - 0.02)
+        ax.set(xlim=(start, 1.02), ylim=(start, 1.02), xlabel="confidence")
+        set_title(ax, panel)
+        plain(ax)
+    axes[0, 0].set_ylabel("accuracy")
+    legend(axes[0, 0], loc="best")
+    if title:
+        figure.suptitle(title, fontsize=10, parse_math=False)
+    return figure
+
+
 def plot_risk_coverage(curves: Mapping[str, Columns], *, title: str = "") -> Figure:
     """Draw the error of the answered predictions against the share that is answered.
 

@@ -36,6 +36,7 @@ def _all() -> dict[str, Figure]:
     curve = {"soft": metrics.pavpu_by_threshold(samples, table.accuracy, num_resamples=10)}
     return {
         "reliability": plots.plot_reliability(table.confidence, table.accuracy),
+        "calibration": plots.plot_calibration({"test": {"soft": (table.confidence, table.accuracy)}}),
         "risk": plots.plot_risk_coverage(
             {"soft": (table.confidence, table.accuracy), "BAM-WC": (-table.entropy, table.accuracy)}
         ),
@@ -87,6 +88,17 @@ def test_reliability_points_are_the_bins():
     np.testing.assert_allclose(y, bins.accuracy)
     ece = float(metrics.expected_calibration_error(table.confidence, table.accuracy, num_bins=10))
     assert f"{ece:.3f}" in ax.get_title()
+
+
+def test_calibration_gives_a_model_one_look_in_all_panels():
+    _, table = _table()
+    columns = (table.confidence, table.accuracy)
+    figure = plots.plot_calibration({"a": {"soft": columns, "BAM-WC": columns}, "b": {"BAM-WC": columns}}, num_bins=3)
+    first, second = figure.axes
+    assert [ax.get_title() for ax in figure.axes] == ["a", "b"]
+    assert first.lines[2].get_color() == second.lines[1].get_color() != first.lines[1].get_color()
+    bins = metrics.reliability_bins(*columns, num_bins=3, scheme="equal_count")
+    np.testing.assert_allclose(second.lines[1].get_data(), np.stack([bins.confidence, bins.accuracy]))
 
 
 def test_risk_curve_ends_at_the_error_rate_and_names_its_area():
@@ -161,6 +173,8 @@ def test_palette_is_distinct_in_grey_where_lines_share_a_style():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: plots.plot_calibration({}), "panels is empty"),
+        (lambda: plots.plot_calibration({"a": {}}), "curves is empty"),
         (lambda: plots.plot_risk_coverage({}), "curves is empty"),
         (lambda: plots.plot_pavpu({"a": []}), "is empty"),
         (lambda: plots.plot_pavpu({"a": []}, over="time"), "over is 'time'"),

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from bayesattn.metrics import tabulate_predictions
-from bayesattn.plots import plot_reliability
+from bayesattn.plots import plot_calibration, plot_reliability
 from bayesattn.recipes._tables import markdown, paired, show, show_p, write_csv
 from bayesattn.recipes.language.tasks import PAPER_F1, Task, find_task
 from bayesattn.report.aggregate import Summary, over_runs
 from bayesattn.runs import read_predictions, write_bytes
 
 TABLE_FILE = "table.md"
+CALIBRATION_FOLDER = "calibration"
 # beside the draws of a run, their means
 MEANS_FOLDER = "means"
 # rows whose cells share runs: numbers that are not independent have no interval and no test
@@ -42,13 +44,16 @@ def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], consol
         tasks: By config name, the name of its task.
         console: Where to print.
     """
-    sections = []
+    sections, panels = [], {}
     for name, task_name in tasks.items():
         mine = [cell for cell in cells if cell["name"] == name]
         if not mine:
             continue
         sections.append(section(name, find_task(task_name), mine))
-        _draw_calibration(out, find_task(task_name), mine)
+        if find_task(task_name).kind != "regression":
+            panels[name] = _draw_calibration(out / CALIBRATION_FOLDER, name, mine)
+    if panels:
+        plot_calibration(panels).savefig(out / CALIBRATION_FOLDER / "all.png")
     write_csv(out / "cells.csv", [row for cell in cells for row in _csv_rows(cell)])
     text = "\n".join(sections)
     write_bytes(out / TABLE_FILE, text.encode())
@@ -71,7 +76,9 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
         numbers += [_summary(row, found, "best", "test", metric, *form[1:]) for metric, form in extra.items()]
         lines.append([row, str(len(found)), *numbers, _paper(task, row)])
     text = f"### {name}\n\n" + markdown(header, lines)
-    text += _against_soft(by_row, main, extra)
+    text += _against_soft(
+        by_row, [main] if main == "accuracy" or "accuracy" not in task.metrics else [main, "accuracy"], extra
+    )
     shifted = [split for split in next(iter(cells))["plain"]["splits"] if split not in ("validation", "test")]
     return text + (_shifted(by_row, shifted, main) if shifted else "")
 
@@ -106,11 +113,13 @@ def _paper(task: Task, row: str) -> str:
     return f"{task.paper[place]:.2f}{second}"
 
 
-def _against_soft(by_row: dict[str, dict[int, Cell]], main: str, extra: dict[str, tuple[str, float, int]]) -> str:
+def _against_soft(by_row: dict[str, dict[int, Cell]], main: Sequence[str], extra: dict[str, tuple[str, float, int]]) -> str:
     """Return the paired differences to soft attention without draws; empty where soft is not in the table."""
     if "soft" not in by_row or len(by_row) < 2:
         return ""
-    names = {main: (_NAMES[main], 100.0, 2)} | {metric: form for metric, form in extra.items() if metric != "pavpu_05"}
+    names = {name: (_NAMES[name], 100.0, 2) for name in main} | {
+        metric: form for metric, form in extra.items() if metric != "pavpu_05"
+    }
     lines = []
     for row, found in by_row.items():
         if row == "soft":
@@ -159,20 +168,17 @@ def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
     return rows
 
 
-def _draw_calibration(out: Path, task: Task, cells: Sequence[Cell]) -> None:
-    """Draw one calibration plot a row, the predictions of all seeds together, on the test split."""
-    if task.kind == "regression":
-        return
+def _draw_calibration(folder: Path, name: str, cells: Sequence[Cell]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Draw one calibration plot a row, the test predictions of all seeds together; returns confidences and accuracies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    curves = {}
     for row in dict.fromkeys(cell["row"] for cell in cells):
-        confidence, accuracy = [], []
+        tables = []
         for cell in cells:
             if cell["row"] == row:
                 split = read_predictions(cell["folder"] / MEANS_FOLDER).splits["test"]
                 assert split.labels is not None
-                table = tabulate_predictions(split.samples[cell["method"]], split.labels)
-                confidence += table.confidence.tolist()
-                accuracy += table.accuracy.tolist()
-        name = next(iter(cells))["name"]
-        path = out / "calibration" / f"{name}-{row}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plot_reliability(torch.tensor(confidence), torch.tensor(accuracy), title=f"{name}, {row}").savefig(path)
+                tables.append(tabulate_predictions(split.samples[cell["method"]], split.labels))
+        curves[row] = torch.cat([t.confidence for t in tables]), torch.cat([t.accuracy for t in tables])
+        plot_reliability(*curves[row], title=f"{name}, {row}").savefig(folder / f"{name}-{row}.png")
+    return curves
