@@ -45,8 +45,9 @@ _SPEED: dict[str, list[Any]] = {"training.learning_rate": [5e-5, 1e-4], "trainin
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "soft": {**_SPEED, "dropout,attention_dropout,classifier_dropout": [0.1, 0.2]},
     "BAM-NOKL": {**_SPEED, "attention.weibull_k": [1, 0.5]},
-    # through the keys, a pretrained encoder's KL has a gradient 700 times the likelihood's; without them, 100 times. Weights
-    # of 1e-3 and 1e-2 were tried first: nearly all models said the majority class of their task, whatever the text
+    # a pretrained encoder's KL has a gradient 80 to 140 times the likelihood's, through the keys 500 times and more
+    # (docs/results/language-gradient.json). With weights of 1e-3 and 1e-2, which were tried first, nearly all models said
+    # the majority class of their task, whatever the text
     "BAM-WC": {
         "training.learning_rate": [5e-5],
         "training.epochs": [3, 6],
