@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bayesattn.recipes.language import model as encoders
-from bayesattn.recipes.language.work import HOPELESS, run_all, unpacked
+from bayesattn.recipes.language.work import HOPELESS, run_all, unpacked, warm_up
 
 
 def touch(folder, name):
@@ -29,6 +29,10 @@ def die_once(folder, name):
     touch(folder, name)
 
 
+def write_cache_name(folder, name):
+    Path(folder, name).write_text(os.environ[encoders.CACHE_VARIABLE])
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -46,6 +50,14 @@ def test_killed_process_costs_no_entry(tmp_path):
     assert sorted(outcome.done) == ["a", "b", "c"]
     assert not outcome.failures
     assert names_in(tmp_path) == ["a", "b", "c", "died"]
+
+
+def test_cache_that_is_younger_than_the_parent_of_all_processes_reaches_them(tmp_path, monkeypatch):
+    warm_up()
+    monkeypatch.setenv(encoders.CACHE_VARIABLE, "a folder")
+    outcome = run_all(write_cache_name, {name: (str(tmp_path), name) for name in "ab"}, num_processes=2)
+    assert not outcome.failures
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["a folder"] * 2
 
 
 def test_work_where_everything_fails_is_given_up(tmp_path):
