@@ -192,6 +192,14 @@ def test_cola_is_compared_by_its_accuracy_too():
     assert "| minus soft, paired | Matthews | p | accuracy | p | NLL | p |" in section("cola", TASKS["cola"], cells)
 
 
+def test_bayesian_rows_are_compared_with_mc_dropout_too():
+    cells = [fake_cell("dropout", seed, value, 0.5) for seed, value in enumerate((0.8, 0.82, 0.84))]
+    cells += [fake_cell("BAM-WC", seed, value, 0.4) for seed, value in enumerate((0.83, 0.85, 0.87))]
+    _, found = section("mrpc", TASKS["mrpc"], cells).split("| minus dropout, paired |")
+    assert "| BAM-WC | 3.00 ± 0.00 |" in found
+    assert "| dropout |" not in found
+
+
 def test_squad_has_two_numbers_of_the_paper():
     measures = {"splits": {"test": {"exact_match": 0.5, "f1": 0.6}}}
     cell = {"name": "squad1", "row": "BAM-WC", "seed": 0, "plain": measures, "drawn": measures}
