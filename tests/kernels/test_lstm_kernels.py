@@ -12,6 +12,7 @@ from bayesattn.recipes.translation.decoder import lstm_cell
 HAS_GPU = torch.cuda.is_available() and not INTERPRETED
 pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
 DEVICE = "cuda" if HAS_GPU else "cpu"
+TOLERANCE = 2e-5 if HAS_GPU else 3e-6
 
 if not HAS_GPU and not INTERPRETED:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
@@ -42,20 +43,20 @@ def both(shape, dtype, *, has_given, uses=(True, True)):
 @pytest.mark.parametrize("has_given", [False, True])
 def test_equals_the_plain_cell_with_all_gradients(shape, has_given):
     for ours, truth in zip(*both(shape, torch.float32, has_given=has_given), strict=True):
-        # float32 rounding of a dozen operations on numbers of order 1
-        torch.testing.assert_close(ours, truth, rtol=0.0, atol=3e-6)
+        # float32 rounding of a dozen operations on numbers up to 4, with a GPU's quick exponential and division
+        torch.testing.assert_close(ours, truth, rtol=0.0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("uses", [(True, False), (False, True)])
 def test_a_state_that_nobody_uses_gets_no_gradient(uses):
     for ours, truth in zip(*both((3, 1, 11), torch.float32, has_given=True, uses=uses), strict=True):
-        torch.testing.assert_close(ours, truth, rtol=0.0, atol=3e-6)
+        torch.testing.assert_close(ours, truth, rtol=0.0, atol=TOLERANCE)
 
 
 def test_bfloat16_gates_keep_a_float32_cell():
     fused, plain = both((4, 1, 33), torch.bfloat16, has_given=True)
     # the cell is computed from the rounded gates in float32
-    torch.testing.assert_close(fused[1], plain[1], rtol=0.0, atol=3e-6)
+    torch.testing.assert_close(fused[1], plain[1], rtol=0.0, atol=TOLERANCE)
     for ours, truth in zip(fused, plain, strict=True):
         # bfloat16 has 8 bits: hidden state, upstream gradient and gradients of order 1 are rounded to 2^-8 each
         torch.testing.assert_close(ours, truth, rtol=0.0, atol=4 * 2.0**-8)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -85,4 +86,5 @@ def make_batch(sources: Sequence[list[int]], targets: Sequence[list[int]], *, pa
 
 
 def _pad(rows: Sequence[list[int]], width: int) -> Int[Tensor, "b n"]:
-    return torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+    # by numpy, which reads nested lists several times as fast
+    return torch.from_numpy(np.array([row + [PAD] * (width - len(row)) for row in rows], dtype=np.int64))

@@ -106,5 +106,7 @@ class GraphedUnroll:
         ):
             # the warm-up in front of a recording runs on a stream of its own
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            # parameters outside the loop (embedding gates, key projection) are in the module and not used
-            return torch.cuda.make_graphed_callables(loop, samples, allow_unused_input=True, pool=self._pool)  # type: ignore[return-value]  (what went in, graphed)
+            # parameters outside the loop (embedding gates, key projection) are in the module and not used; one warm-up
+            # loads every kernel
+            options = {"num_warmup_iters": 1, "allow_unused_input": True, "pool": self._pool}
+            return torch.cuda.make_graphed_callables(loop, samples, **options)  # type: ignore[return-value]  (what went in, graphed)

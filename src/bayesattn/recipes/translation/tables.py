@@ -88,8 +88,11 @@ def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) ->
     rows = [_quality_row(variant, by_seed, finished["soft"], main, splits[main]) for variant, by_seed in finished.items()]
     header = ["attention", "seeds", f"BLEU, {main}", "− soft", "p (bootstrap), each seed", "perplexity", "token ECE"]
     others = [
-        [v, *(_tables.show(over_runs([cell["tests"][t]["bleu"] for cell in by_seed.values()])) for t in tests[1:])]
-        for v, by_seed in finished.items()
+        [
+            variant,
+            *(_show_all([cell["tests"][t]["bleu"] for cell in by_seed.values() if t in cell["tests"]]) for t in tests[1:]),
+        ]
+        for variant, by_seed in finished.items()
     ]
     lines = [
         f"## {dataset}, split {digest[:16]}\n\n",
@@ -107,6 +110,10 @@ def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) ->
     lines += [_tables.markdown(_CALIBRATION_HEADER, _calibration_rows(finished)), "\n"]
     lines += [_tables.markdown(_UNCERTAINTY_HEADER, _uncertainty_rows(finished)), "\n"]
     return "".join(lines)
+
+
+def _show_all(values: list[float]) -> str:
+    return _tables.show(over_runs(values)) if values else "–"
 
 
 def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], main: str, pairs: Pairs) -> list[str]:
