@@ -123,7 +123,8 @@ def test_daquar_questions_lose_their_image_and_lists_their_order(tmp_path):
 
 
 def test_answers_that_are_lists_are_told_from_single_ones():
-    assert [daquar.is_single(daquar.sort_answer(answer)) for answer in ("night_stand", "lamp, chair", "2")] == [True, False, True]
+    answers = ("night_stand", "lamp, chair", "2")
+    assert [daquar.is_single(daquar.sort_answer(answer)) for answer in answers] == [True, False, True]
 
 
 @pytest.mark.parametrize(

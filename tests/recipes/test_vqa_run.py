@@ -174,8 +174,8 @@ def test_features_command_says_what_it_lacks(tmp_path, capsys):
 def test_table_of_a_stream_is_the_table_of_all_draws(run, splits):
     _, model = load_run(run)
     condition = Condition("test", thin(splits["test"], 150), variance=0.1)
-    table = tabulate(model, condition, "attention", 3, seed=5)
-    samples = torch.cat([part for part, _ in draws(model, condition, "attention", 3, seed=5)], dim=1)
+    table = tabulate(model, condition, ["mean", "attention"], 3, seed=5)["attention"]
+    samples = torch.cat([part["attention"] for part, _ in draws(model, condition, ["attention"], 3, seed=5)], dim=1)
     targets = soft_targets(condition.split.questions, model.vocabulary, "paper")
     whole = evaluate_predictions(samples, targets, task="multilabel", test="welch", num_resamples=0)
     stream = evaluate_table(table, num_resamples=0)
@@ -198,7 +198,7 @@ def test_feature_noise_is_the_same_for_every_method(run, splits, monkeypatch):
     monkeypatch.setattr(evaluate, "add_noise", spy)
     condition = Condition("noisy", thin(splits["test"], 140), variance=1.0)
     for method in ("mean", "attention"):
-        list(draws(model, condition, method, 2, seed=1))
+        list(draws(model, condition, [method], 2, seed=1))
     assert len(seen["mean"]) == 2
     assert all(torch.equal(first, second) for first, second in zip(seen["mean"], seen["attention"], strict=True))
 
@@ -207,8 +207,7 @@ def test_measures_take_the_accuracy_of_the_deterministic_answer(run, splits):
     _, model = load_run(run)
     condition = Condition("clean", thin(splits["test"], 130))
     measured = reproduce_module.measure(model, condition, "attention+dropout", num_samples=4)
-    plain = tabulate(model, condition, "mean", 4, seed=0)
-    drawn = tabulate(model, condition, "attention+dropout", 4, seed=0)
+    plain, drawn = tabulate(model, condition, ["mean", "attention+dropout"], 4, seed=0).values()
     assert measured["accuracy"] == float(plain.accuracy.mean())
     assert measured["pavpu_05"] == pytest.approx(float(pavpu(plain.accuracy, drawn.p_value)))
     assert measured["accuracy_leave_one_out"] <= measured["accuracy"]

@@ -78,7 +78,7 @@ def predict_run(
         methods: See `available_methods`; None takes `mean` and the first that draws.
         seed: Of the draws and of the feature noise.
         data: The folder of the data sets, for runs that read files.
-        on_progress: Called with the number of splits and methods done and to do, for a progress bar.
+        on_progress: Called with the number of splits done and to do, for a progress bar.
     """
     config, model = load_run(folder)
     methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
@@ -91,12 +91,10 @@ def predict_run(
     found, done = {}, 0
     for condition in conditions:
         questions = condition.split.questions
-        samples = {}
-        for method in methods:
-            parts = [part for part, _ in draws(model, condition, method, num_samples, seed)]
-            samples[method] = torch.cat(parts, dim=1)
-            done += 1
-            on_progress(done, len(conditions) * len(methods))
+        parts = [part for part, _ in draws(model, condition, methods, num_samples, seed)]
+        samples = {method: torch.cat([part[method] for part in parts], dim=1) for method in methods}
+        done += 1
+        on_progress(done, len(conditions))
         targets = soft_targets(questions, model.vocabulary, "paper")
         extra = _shown(model, condition.split, num_samples, seed) if condition.name == "test" else {}
         found[condition.name] = SplitPredictions(samples, targets, **extra)
@@ -125,9 +123,9 @@ def thin(split: Split, limit: int) -> Split:
 
 @torch.no_grad()
 def draws(
-    model: MCAN, condition: Condition, method: str, num_samples: int, seed: int
-) -> Iterator[tuple[Float[Tensor, "s b c"], list[int]]]:
-    """Yield the probability of every answer, draws first, batch by batch, with the questions' indices.
+    model: MCAN, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
+) -> Iterator[tuple[dict[str, Float[Tensor, "_ b c"]], list[int]]]:
+    """Yield the probability of every answer by method, draws first, batch by batch, with the questions' indices.
 
     The feature noise depends on the seed and the question alone, so that all methods and models on a device see the same.
     """
@@ -137,29 +135,38 @@ def draws(
         inputs = {name: value.to(device) for name, value in model_inputs(split, indices, model.vocabulary).items()}
         if condition.variance:
             inputs["regions"] = add_noise(inputs["regions"], condition.variance, generator)
-        if method == "mean":
-            samples = torch.sigmoid(model(**inputs).float()).unsqueeze(0)
-        else:
-            has_dropout = method.endswith("dropout")
-            samples = predict(
-                model,
-                inputs,
-                num_samples,
-                seed=seed * 1_000_003 + number,
-                chunk_size=CHUNK_SIZE,
-                task="multilabel",
-                dropout=has_dropout,
-            ).samples
-        yield samples.cpu(), indices.tolist()
+        found = {}
+        for method in methods:
+            if method == "mean":
+                samples = torch.sigmoid(model(**inputs).float()).unsqueeze(0)
+            else:
+                samples = predict(
+                    model,
+                    inputs,
+                    num_samples,
+                    seed=seed * 1_000_003 + number,
+                    chunk_size=CHUNK_SIZE,
+                    task="multilabel",
+                    dropout=method.endswith("dropout"),
+                ).samples
+            found[method] = samples.cpu()
+        yield found, indices.tolist()
 
 
-def tabulate(model: MCAN, condition: Condition, method: str, num_samples: int, seed: int) -> PredictionTable:
-    """Return one row of numbers for every question of any number of questions, without keeping the draws."""
-    tables = []
-    for samples, indices in draws(model, condition, method, num_samples, seed):
+def tabulate(
+    model: MCAN, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
+) -> dict[str, PredictionTable]:
+    """Return by method one row of numbers for every question of any number of questions, without keeping the draws."""
+    tables: dict[str, list[PredictionTable]] = {method: [] for method in methods}
+    for found, indices in draws(model, condition, methods, num_samples, seed):
         questions = [condition.split.questions[index] for index in indices]
         targets = soft_targets(questions, model.vocabulary, "paper")
-        tables.append(tabulate_predictions(samples, targets, task="multilabel", test="welch"))
+        for method, samples in found.items():
+            tables[method].append(tabulate_predictions(samples, targets, task="multilabel", test="welch"))
+    return {method: _joined(parts) for method, parts in tables.items()}
+
+
+def _joined(tables: list[PredictionTable]) -> PredictionTable:
     columns = {}
     for field in dataclasses.fields(PredictionTable):
         values = [getattr(table, field.name) for table in tables]

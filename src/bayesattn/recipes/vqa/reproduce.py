@@ -141,8 +141,8 @@ def measure_run(folder: Path, config: VQAConfig, data: Path | None) -> dict[str,
 def measure(model: MCAN, condition: Condition, method: str, num_samples: int = NUM_SAMPLES) -> dict[str, float]:
     """Return the measures of one condition: accuracies of the deterministic answer, the rest from draws."""
     split = condition.split
-    plain_table = tabulate(model, condition, "mean", num_samples, seed=0)
-    drawn = tabulate(model, condition, method, num_samples, seed=0)
+    tables = tabulate(model, condition, ["mean", method], num_samples, seed=0)
+    plain_table, drawn = tables["mean"], tables[method]
     assert drawn.p_value is not None
     accuracy = plain_table.accuracy
     official = _accuracy_of(plain_table.predicted, split, model)
