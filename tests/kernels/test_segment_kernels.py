@@ -217,10 +217,11 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
     edge_attention(*arguments, backend="auto", **options)
 
 
-def test_auto_does_not_take_it_yet():
+def test_auto_takes_it_on_a_gpu():
     before = sum(LAUNCHES.values())
     edge_attention(
         torch.zeros(53, 3, device=DEVICE), torch.zeros(11, 3, 4, device=DEVICE), graph(11, 7, 53),
         config=ba.AttentionConfig("BAM-WF"),
     )  # fmt: skip
-    assert sum(LAUNCHES.values()) == before
+    # in the interpreter tensors are on the CPU, where `csr` is faster
+    assert sum(LAUNCHES.values()) - before == (1 if DEVICE == "cuda" else 0)
