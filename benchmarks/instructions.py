@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bayesattn.ops.attention import kernels, launch
+from bayesattn.ops.attention import backward_kernels, forward_kernels, launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -40,7 +40,7 @@ ALIGNED = ("M", "N", "D", "DV", "stride_q", "stride_k", "stride_v", "stride_g")
 
 def compile_kernel(name: str, head_dim: int, switches: dict[str, object]):
     """Return the compiled kernel, its constants and the entries of a tile that one thread holds."""
-    kernel = getattr(kernels, f"{name}_kernel")
+    kernel = getattr(forward_kernels if name == "forward" else backward_kernels, f"{name}_kernel")
     constants = {
         **launch.blocks(name, head_dim, torch.bfloat16), "BD": head_dim, "BDV": head_dim, "CAUSAL": False, "HAS_MASK": 0,
         "EVEN_N": True, "EVEN_D": True, "COLUMNS": True, "ONE_PASS": head_dim <= 64, "FAST": True, "PRECISION": "tf32",

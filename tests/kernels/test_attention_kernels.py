@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import bayesattn as ba
 from bayesattn.functional import attention
-from bayesattn.ops.attention import kernels, reference, weibull
+from bayesattn.ops.attention import draws, reference, weibull
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.support import INTERPRETED
@@ -300,4 +300,4 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
 
 
 def test_kernels_draw_the_specified_noise():
-    assert kernels.ROUNDS.value == ba.noise.PHILOX_ROUNDS
+    assert draws.ROUNDS.value == ba.noise.PHILOX_ROUNDS

@@ -11,7 +11,7 @@ are short. Here it is one kernel forward, and the backward pass gets it with wha
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.kernels import _load
+from bayesattn.ops.attention.tiles import load_tile
 
 HALF_LOG_TWO_PI = tl.constexpr(0.9189385332046727)
 # what the forward kernel keeps per head: A, Σ_i LSE_i, and the factor by which the KL is divided
@@ -67,7 +67,7 @@ def weibull_kl_kernel(
     queries, rows, lses = tl.zeros([BLOCK, BD], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, M, BLOCK, num_stages=STAGES):
         r = start + tl.arange(0, BLOCK)
-        q = _load(Q + batch * stride_qb + head * stride_qh, r, stride_qm, rd, M, D, False, False)
+        q = load_tile(Q + batch * stride_qb + head * stride_qh, r, stride_qm, rd, M, D, False, False)
         queries += q.to(tl.float32)
         lse = tl.load(LSE + row * M + r, mask=r < M, other=0.0)
         lses += lse
@@ -85,7 +85,9 @@ def weibull_kl_kernel(
             HAS_PRIOR, HAS_VALID,
         )  # fmt: skip
         alpha = tl.where(used, tl.exp(log_alpha), 0.0)
-        k = _load(K + batch * stride_kb + (head // GROUP) * stride_kh, r, stride_kn, rd, N, D, False, False).to(tl.float32)
+        k = load_tile(K + batch * stride_kb + (head // GROUP) * stride_kh, r, stride_kn, rd, N, D, False, False).to(
+            tl.float32
+        )
         column = tl.sum(k * query_sum[None, :], 1) * scale
         tl.store(COLUMNS + row * N + r, column, mask=r < N)
         key_term = alpha * slope + _log_gamma_1p(alpha) - log_alpha + constant

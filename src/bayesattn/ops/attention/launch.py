@@ -5,8 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
-from bayesattn.ops.attention import kernels
+from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.ops.attention.tiles import FULL_MASK, KEY_MASK
 from bayesattn.ops.launch import launch
 
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
@@ -67,7 +68,7 @@ def launch_forward(
     switches = {"WEIBULL": weibull, "CLEAN": outputs[2].numel() > 0, "MOMENTS": mu is not None, "CAUSAL": causal}
     constants = kernel_constants("forward", query, value, mask, **switches)
     launch(
-        kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
+        forward_kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
         query, key, value, *optional_pointers(mask, mu, seed), *outputs,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
         h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
@@ -132,7 +133,7 @@ def launch_gradients(
     grad_query, *grad_others = gradients
     constants = kernel_constants("grad_key", query, value, mask, **switches)
     launch(
-        kernels.grad_key_kernel, (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
+        backward_kernels.grad_key_kernel, (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
         grad_query, *grad_others, *strides, row_stride(sums), *numbers,
         **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
     )  # fmt: skip
@@ -140,7 +141,7 @@ def launch_gradients(
         constants = kernel_constants("grad_query", query, value, mask, **switches)
         grid = (blocks_of(m, constants["BM"]), b * h)
         launch(
-            kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
+            backward_kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
             CHECK=checks(constants),
         )  # fmt: skip
 
@@ -148,7 +149,7 @@ def launch_gradients(
 def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
     """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
     sizes = (query.shape[-1], value.shape[-1])
-    has_mask = 0 if mask is None else (kernels.KEY_MASK if mask.shape[2] == 1 else kernels.FULL_MASK).value
+    has_mask = 0 if mask is None else (KEY_MASK if mask.shape[2] == 1 else FULL_MASK).value
     return _kernel_constants(kernel, sizes, query.dtype, has_mask, tuple(switches.items()))
 
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention import kernels
+from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
     aligned,
@@ -111,8 +111,8 @@ def _forward(
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
             launch(
-                kernels.columns_kernel, (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3], row_stride(sums),
-                h, h // hk, n, d, scale, BN=64, BD=padded(d),
+                forward_kernels.columns_kernel, (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3],
+                row_stride(sums), h, h // hk, n, d, scale, BN=64, BD=padded(d),
             )  # fmt: skip
     return out, lse, clean, columns, first, second, sums
 
@@ -171,7 +171,7 @@ def _backward(
         return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
     launch(
-        kernels.prepare_kernel, (blocks_of(m, 64), b * h),
+        backward_kernels.prepare_kernel, (blocks_of(m, 64), b * h),
         out, grad, delta, start, grad_query, m, d, dv, h, *grad.stride()[:3],
         row_stride(start), scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
     )  # fmt: skip

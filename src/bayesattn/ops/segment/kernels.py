@@ -2,13 +2,13 @@
 
 A program takes one run of edges with a common end (a target forward, a source backward; long rows are several runs) and
 HB heads of it. Tiles are [BE edges, HB heads] and [BE edges, HB heads, BD features]; scores, noise and log-sum-exps are
-in units of log 2, as in `ops/attention/kernels.py`, from which the noise's arithmetic comes.
+in units of log 2, as in `ops/attention/draws.py`, from which the noise's arithmetic comes.
 """
 
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.kernels import LN_2, LOG2_E, ROUNDS, _draw, _exp2
+from bayesattn.ops.attention.draws import LN_2, LOG2_E, ROUNDS, draw, fast_exp2
 
 
 @triton.jit
@@ -21,23 +21,23 @@ def _noise(seed, numbers, head, strength, BE: tl.constexpr, HB: tl.constexpr, WE
     calls = zero + (4 * (head // 8)).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, calls, numbers.to(tl.uint32), zero, zero, ROUNDS)
     if HB == 8:
-        a0, a1 = _draw(w0, strength, WEIBULL, FAST)
-        b0, b1 = _draw(w1, strength, WEIBULL, FAST)
-        c0, c1 = _draw(w2, strength, WEIBULL, FAST)
-        d0, d1 = _draw(w3, strength, WEIBULL, FAST)
+        a0, a1 = draw(w0, strength, WEIBULL, FAST)
+        b0, b1 = draw(w1, strength, WEIBULL, FAST)
+        c0, c1 = draw(w2, strength, WEIBULL, FAST)
+        d0, d1 = draw(w3, strength, WEIBULL, FAST)
         pairs = tl.join(tl.join(tl.join(a0, a1), tl.join(b0, b1)), tl.join(tl.join(c0, c1), tl.join(d0, d1)))
         # axes: edge, half, low and high bit of the word → edge, (word, half)
         return tl.reshape(tl.permute(pairs, (0, 3, 2, 1)), [BE, HB])
     elif HB == 4:
         is_upper = (head // 4) % 2 == 1
-        a0, a1 = _draw(tl.where(is_upper, w2, w0), strength, WEIBULL, FAST)
-        b0, b1 = _draw(tl.where(is_upper, w3, w1), strength, WEIBULL, FAST)
+        a0, a1 = draw(tl.where(is_upper, w2, w0), strength, WEIBULL, FAST)
+        b0, b1 = draw(tl.where(is_upper, w3, w1), strength, WEIBULL, FAST)
         pairs = tl.join(tl.join(a0, a1), tl.join(b0, b1))
         return tl.reshape(tl.permute(pairs, (0, 2, 1)), [BE, HB])
     else:
         number = (head // 2) % 4
         word = tl.where(number < 2, tl.where(number == 0, w0, w1), tl.where(number == 2, w2, w3))
-        low, high = _draw(word, strength, WEIBULL, FAST)
+        low, high = draw(word, strength, WEIBULL, FAST)
         if HB == 2:
             return tl.reshape(tl.join(low, high), [BE, HB])
         else:
@@ -81,8 +81,8 @@ def edge_forward_kernel(
         log2_s = scores * LOG2_E + _noise(seed, numbers, head, strength, BE, HB, WEIBULL, FAST)
         log2_s = tl.where(is_edge[:, None], log2_s, -float("inf"))
         new_top = tl.maximum(top, tl.max(log2_s, 0))
-        weights = _exp2(log2_s - new_top[None, :], FAST)
-        shrink = _exp2(top - new_top, FAST)
+        weights = fast_exp2(log2_s - new_top[None, :], FAST)
+        shrink = fast_exp2(top - new_top, FAST)
         top, total = new_top, total * shrink + tl.sum(weights, 0)
         pointers = VALUE + (source.to(tl.int64)[:, None] * H + heads[None, :])[:, :, None] * D + rd[None, None, :]
         value = tl.load(pointers, mask=inside[:, :, None] & (rd < D)[None, None, :], other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ def edge_forward_kernel(
         if CLEAN:
             plain = tl.where(is_edge[:, None], scores * LOG2_E, -float("inf"))
             new_top = tl.maximum(clean_top, tl.max(plain, 0))
-            clean = clean * _exp2(clean_top - new_top, FAST) + tl.sum(_exp2(plain - new_top[None, :], FAST), 0)
+            clean = clean * fast_exp2(clean_top - new_top, FAST) + tl.sum(fast_exp2(plain - new_top[None, :], FAST), 0)
             clean_top = new_top
         if MOMENTS:
             prior = _prior(PRIOR, source, position, heads, inside, constant, H, KIND, BE, HB)
@@ -158,7 +158,7 @@ def edge_backward_kernel(
         scores = tl.load(SCORES + entry, mask=inside, other=0.0)
         lse = tl.load(LSE + target.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=float("inf"))
         noise = _noise(seed, numbers, head, strength, BE, HB, WEIBULL, FAST)
-        weights = _exp2(scores * LOG2_E + noise - lse, FAST)
+        weights = fast_exp2(scores * LOG2_E + noise - lse, FAST)
         pointers = GRAD + (target.to(tl.int64)[:, None] * H + heads[None, :])[:, :, None] * D + rd[None, None, :]
         grad = tl.load(pointers, mask=inside[:, :, None] & is_feature[None, None, :], other=0.0).to(tl.float32)
         acc += tl.sum(weights[:, :, None] * grad, 0)
@@ -167,7 +167,7 @@ def edge_backward_kernel(
         if CLEAN:
             clean = tl.load(CLEAN_LSE + target.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=float("inf"))
             grad_lse = _gather(GRAD_LSE, target, heads, inside, H, True, BE, HB)
-            grad_scores += _exp2((scores - clean) * LOG2_E, FAST) * grad_lse
+            grad_scores += fast_exp2((scores - clean) * LOG2_E, FAST) * grad_lse
         if MOMENTS:
             prior = _prior(PRIOR, tl.zeros([BE], tl.int64) + node, position, heads, inside, constant, H, KIND, BE, HB)
             grad_first = _gather(GRAD_FIRST, target, heads, inside, H, True, BE, HB)

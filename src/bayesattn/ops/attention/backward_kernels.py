@@ -1,0 +1,203 @@
+"""Triton kernels of the backward pass, which draws the noise again. README.md derives them.
+
+Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores, noise and
+log-sum-exps are in units of log 2.
+"""
+
+import triton
+import triton.language as tl
+
+from bayesattn.ops.attention.draws import LN_2, LOG2_E, fast_exp2, noise_tile
+from bayesattn.ops.attention.tiles import allowed_entries, load_rows, load_tile, saturated
+
+
+@triton.jit
+def prepare_kernel(
+    OUT, GRAD, DELTA, START_Q, GRAD_Q, M, D, DV, H, stride_gb, stride_gh, stride_gm, stride_sum, scale,
+    BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward; with ONE_PASS also what dQ starts from."""
+    rm, rv, bh = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BDV), tl.program_id(1)
+    row = bh.to(tl.int64) * M + rm
+    inside = (rm < M)[:, None] & (rv < DV)[None, :]
+    out = tl.load(OUT + row[:, None] * DV + rv[None, :], mask=inside, other=0.0).to(tl.float32)
+    base = GRAD + (bh // H).to(tl.int64) * stride_gb + (bh % H).to(tl.int64) * stride_gh
+    grad = tl.load(base + rm[:, None] * stride_gm + rv[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(DELTA + row, tl.sum(out * grad, 1), mask=rm < M)
+    if ONE_PASS:
+        rd = tl.arange(0, BD)
+        start = tl.zeros([BM, BD], tl.float32)
+        if COLUMNS:
+            rows = tl.where(stride_sum == 0, 1, M)
+            start = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, False) * scale
+        tl.store(GRAD_Q + row[:, None] * D + rd[None, :], start, mask=(rm < M)[:, None] & (rd < D)[None, :])
+
+
+@triton.jit
+def _grad_tile(
+    q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
+    mask, mu, seed, head, batch, scale, strength, M, N, stride_mm, stride_mn,
+    BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, MOMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the sampled weights of a tile and the gradient of its scores.
+
+    dΦ = W (dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their negative.
+    What the column sums T_j = Σ_i Φ_ij of the Weibull KL add, dT_j, is the same for all queries: it enters dQ and dK
+    once, outside the loop, and costs nothing here.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if MOMENTS:
+        slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (scores * LN_2 - mu[None, :])
+    if CHECK:
+        allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK)
+        scores = tl.where(allowed, scores, -float("inf"))
+    noise = noise_tile(seed, rm, start_n, head, batch, strength, BM, BN, WEIBULL, FAST)
+    weights = fast_exp2(scores - lse[:, None] + noise, FAST)
+    grad_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    if CLEAN:
+        grad_scores += fast_exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
+    grad_mu = tl.zeros([BN], tl.float32)
+    if MOMENTS:
+        if CHECK:
+            slope = tl.where(allowed, slope, 0.0)
+        grad_scores += slope
+        grad_mu = -tl.sum(slope, 0)
+    return weights, grad_scores, grad_mu
+
+
+@triton.jit
+def grad_query_kernel(
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, START_Q, GRAD_Q,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
+    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, over all key blocks."""
+    block, bh = tl.program_id(0), tl.program_id(1)
+    head, batch = bh % H, bh // H
+    wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
+    rm, rd, rv = block * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
+    row, inside = bh.to(tl.int64) * M + rm, rm < M
+    q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, False, EVEN_D)
+    grad = load_tile(GRAD + wide_b * stride_gb + wide_h * stride_gh, rm, stride_gm, rv, M, DV, False, EVEN_D)
+    k_base = K + wide_b * stride_kb + (wide_h // GROUP) * stride_kh
+    v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
+    mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+    mu_base = MU + wide_b * stride_ub + wide_h * stride_uh
+    seed = tl.load(SEED + batch * seed_stride)
+    noise_batch = tl.where(seed_stride == 0, batch, 0)
+    lse = tl.load(LSE + row, mask=inside, other=float("inf"))
+    delta = tl.load(DELTA + row, mask=inside, other=0.0)
+    clean_lse = load_rows(CLEAN_LSE, row, inside, 0.0, CLEAN) * LOG2_E
+    grad_lse = load_rows(GRAD_LSE, row, inside, 0.0, CLEAN)
+    grad_first = load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
+    grad_second = load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
+    acc = tl.zeros([BM, BD], tl.float32)
+    if COLUMNS:
+        # Σ_j dT_j k_j over the keys of each query; one row (stride 0) where all queries share them
+        rows = tl.where(stride_sum == 0, 1, M)
+        acc = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, EVEN_D)
+    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
+    for start in range(0, end, BN):
+        rn = start + tl.arange(0, BN)
+        k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+        v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+        mu = load_rows(mu_base, rn, rn < N, 0.0, MOMENTS)
+        _, grad_scores, _ = _grad_tile(
+            q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_first, grad_second, mask, mu,
+            seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
+            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+        )  # fmt: skip
+        acc = tl.dot(saturated(grad_scores, k.dtype), k, acc, input_precision=PRECISION)
+    pointers = GRAD_Q + row[:, None] * D + rd[None, :]
+    tl.store(pointers, saturated(acc * scale, GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
+
+
+@triton.jit
+def grad_key_kernel(
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND,
+    GRAD_COLUMNS, QUERY_SUMS, GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
+    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV (and dμ) of one block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
+
+    ONE_PASS draws the noise once instead of twice, but has to add dQ atomically.
+    """
+    block, program = tl.program_id(0), tl.program_id(1)
+    key_heads = H // GROUP
+    batch, key_head = program // key_heads, program % key_heads
+    wide_b, wide_kh = batch.to(tl.int64), key_head.to(tl.int64)
+    rn, rd, rv = block * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+    k = load_tile(K + wide_b * stride_kb + wide_kh * stride_kh, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+    v = load_tile(V + wide_b * stride_vb + wide_kh * stride_vh, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+    seed = tl.load(SEED + batch * seed_stride)
+    noise_batch = tl.where(seed_stride == 0, batch, 0)
+    acc_k, acc_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
+    begin = (block * BN) // BM * BM if CAUSAL else 0
+    for member in range(0, GROUP):
+        head = key_head * GROUP + member
+        wide_h = head.to(tl.int64)
+        first_row = (wide_b * H + wide_h) * M
+        mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+        mu = load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
+        acc_mu = tl.zeros([BN], tl.float32)
+        for start in range(begin, M, BM):
+            rm = start + tl.arange(0, BM)
+            row, inside = first_row + rm, rm < M
+            q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, not CHECK, EVEN_D)
+            grad = load_tile(GRAD + wide_b * stride_gb + wide_h * stride_gh, rm, stride_gm, rv, M, DV, not CHECK, EVEN_D)
+            lse = tl.load(LSE + row, mask=inside, other=float("inf"))
+            delta = tl.load(DELTA + row, mask=inside, other=0.0)
+            clean_lse = load_rows(CLEAN_LSE, row, inside, 0.0, CLEAN) * LOG2_E
+            grad_lse = load_rows(GRAD_LSE, row, inside, 0.0, CLEAN)
+            grad_first = load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
+            grad_second = load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
+            weights, grad_scores, grad_mu = _grad_tile(
+                q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
+                mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
+                BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+            )  # fmt: skip
+            acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
+            grad_scores = saturated(grad_scores, q.dtype)
+            acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
+            if ONE_PASS:
+                part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
+                # counted in 32 bits within a head: in this loop a 64-bit product costs as much as a random number
+                pointers = GRAD_Q + first_row * D + (rm[:, None] * D + rd[None, :])
+                if CHECK or not EVEN_D:
+                    tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
+                else:
+                    tl.atomic_add(pointers, part, sem="relaxed")
+            if MOMENTS:
+                acc_mu += grad_mu
+        if MOMENTS:
+            tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
+    if COLUMNS:
+        # dT_j Σ_i q_i over the queries of each key
+        for member in range(0, GROUP):
+            head_row = wide_b * H + key_head * GROUP + member
+            sums = load_tile(
+                QUERY_SUMS + head_row * tl.where(stride_sum == 0, 1, N) * D, rn, stride_sum, rd, N, D, False, EVEN_D
+            )
+            acc_k += tl.load(GRAD_COLUMNS + head_row * N + rn, mask=rn < N, other=0.0)[:, None] * sums
+    column = program.to(tl.int64) * N + rn
+    inside_n = (rn < N)[:, None]
+    tl.store(
+        GRAD_K + column[:, None] * D + rd[None, :],
+        saturated(acc_k * scale, GRAD_K.dtype.element_ty),
+        mask=inside_n & (rd < D)[None, :],
+    )
+    tl.store(
+        GRAD_V + column[:, None] * DV + rv[None, :],
+        saturated(acc_v, GRAD_V.dtype.element_ty),
+        mask=inside_n & (rv < DV)[None, :],
+    )

@@ -1,0 +1,128 @@
+"""Triton kernels of the forward pass. README.md derives them.
+
+Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores, noise and
+log-sum-exps are in units of log 2.
+"""
+
+import triton
+import triton.language as tl
+
+from bayesattn.ops.attention.draws import LN_2, LOG2_E, fast_exp2, noise_tile
+from bayesattn.ops.attention.tiles import allowed_entries, load_tile
+
+
+@triton.jit
+def _forward_range(
+    acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, high, head, batch, scale, strength,
+    M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the key blocks of [low, high) into the running output and sums of one block of queries."""
+    rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
+    for start in range(low, high, BN):
+        rn = start + tl.arange(0, BN)
+        k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MOMENTS:
+            deviation = products * (scale * LN_2) - tl.load(mu + rn, mask=rn < N, other=0.0)[None, :]
+        if CHECK:
+            allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK)
+            products = tl.where(allowed, products, -float("inf"))
+            if MOMENTS:
+                deviation = tl.where(allowed, deviation, 0.0)
+        # the maximum is of the clean scores: the noise is bounded, and both sums can share it
+        new_top = tl.maximum(top, tl.max(products, 1) * scale)
+        pivot = tl.where(new_top == -float("inf"), 0.0, new_top) if CHECK else new_top
+        shrink = fast_exp2(top - pivot, FAST)
+        centred = products * scale - pivot[:, None]
+        noise = noise_tile(seed, rm, start, head, batch, strength, BM, BN, WEIBULL, FAST)
+        weights = fast_exp2(centred + noise, FAST)
+        total = total * shrink + tl.sum(weights, 1)
+        if CLEAN:
+            clean = clean * shrink + tl.sum(fast_exp2(centred, FAST), 1)
+        if MOMENTS:
+            first += tl.sum(deviation, 1)
+            second += tl.sum(deviation * deviation, 1)
+        v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    return acc, top, total, clean, first, second
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, MASK, MU, SEED, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries."""
+    block, bh = tl.program_id(0), tl.program_id(1)
+    head, batch = bh % H, bh // H
+    rm = block * BM + tl.arange(0, BM)
+    rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
+    wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
+    q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, False, EVEN_D)
+    k_base = K + wide_b * stride_kb + (wide_h // GROUP) * stride_kh
+    v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
+    mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+    mu = MU + wide_b * stride_ub + wide_h * stride_uh
+    seed = tl.load(SEED + batch * seed_stride)
+    # one seed per example: the noise must not depend on where in the batch the example stands
+    noise_batch = tl.where(seed_stride == 0, batch, 0)
+    acc = tl.zeros([BM, BDV], tl.float32)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    total, clean = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    first, second = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
+    if HAS_MASK:
+        easy = 0
+    elif CAUSAL:
+        easy = tl.minimum(block * BM, N) // BN * BN
+    elif EVEN_N:
+        easy = N
+    else:
+        easy = N // BN * BN
+    acc, top, total, clean, first, second = _forward_range(
+        acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, 0, easy, head, noise_batch,
+        scale * LOG2_E, strength, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, False, EVEN_D, FAST, PRECISION,
+    )  # fmt: skip
+    if HAS_MASK or CAUSAL or not EVEN_N:
+        acc, top, total, clean, first, second = _forward_range(
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, end, head, noise_batch,
+            scale * LOG2_E, strength, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, True, EVEN_D, FAST, PRECISION,
+        )  # fmt: skip
+    has_key = top > -float("inf")
+    out = acc / tl.where(has_key, total, 1.0)[:, None]
+    row = bh.to(tl.int64) * M + rm
+    inside = rm < M
+    tl.store(OUT + row[:, None] * DV + rv[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & (rv < DV)[None, :])
+    # +inf makes every weight of a row without keys 0 in the backward pass
+    tl.store(LSE + row, tl.where(has_key, top + tl.log2(tl.where(has_key, total, 1.0)), float("inf")), mask=inside)
+    if CLEAN:
+        lse = (top + tl.log2(tl.where(has_key, clean, 1.0))) * LN_2
+        tl.store(CLEAN_LSE + row, tl.where(has_key, lse, 0.0), mask=inside)
+    if MOMENTS:
+        tl.store(FIRST + row, first, mask=inside)
+        tl.store(SECOND + row, second, mask=inside)
+
+
+@triton.jit
+def columns_kernel(
+    K, QUERY_SUMS, COLUMNS, stride_kb, stride_kh, stride_kn, stride_sum, H, GROUP, N, D, scale,
+    BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """T_j = scale · k_j · Σ_i q_i, the column sums of the scores without the scores."""
+    rn, rd, bh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.program_id(1)
+    batch, key_head = (bh // H).to(tl.int64), ((bh % H) // GROUP).to(tl.int64)
+    k = load_tile(K + batch * stride_kb + key_head * stride_kh, rn, stride_kn, rd, N, D, False, False).to(tl.float32)
+    rows = tl.where(stride_sum == 0, 1, N)
+    sums = load_tile(QUERY_SUMS + bh.to(tl.int64) * rows * D, rn, stride_sum, rd, N, D, False, False)
+    tl.store(COLUMNS + bh.to(tl.int64) * N + rn, tl.sum(k * sums, 1) * scale, mask=rn < N)

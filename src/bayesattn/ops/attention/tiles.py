@@ -1,0 +1,48 @@
+"""Tiles of queries, keys, masks and rows inside a kernel: loading, and what of them exists."""
+
+import triton
+import triton.language as tl
+
+# HAS_MASK: 0, FULL_MASK, or KEY_MASK where all queries have the same keys
+FULL_MASK, KEY_MASK = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def saturated(x, DTYPE: tl.constexpr):
+    """Cast a gradient; in float16, which alone ends within reach of a KL's gradients, to its largest number at most."""
+    if DTYPE == tl.float16:  # noqa: SIM300  (not a constant but a parameter)
+        x = tl.clamp(x, -65504.0, 65504.0, tl.PropagateNan.ALL)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Which entries of a tile exist: inside, not in the future, not masked."""
+    allowed = (rn < N)[None, :] & (rm < M)[:, None]
+    if CAUSAL:
+        allowed = allowed & (rm[:, None] >= rn[None, :])
+    if HAS_MASK == KEY_MASK:
+        allowed = allowed & (tl.load(mask + rn * stride_mn, mask=rn < N, other=0) != 0)[None, :]
+    elif HAS_MASK:
+        allowed = allowed & (tl.load(mask + rm[:, None] * stride_mm + rn[None, :] * stride_mn, mask=allowed, other=0) != 0)
+    return allowed
+
+
+@triton.jit
+def load_tile(base, rows, stride, columns, limit, D, EVEN_ROWS: tl.constexpr, EVEN_D: tl.constexpr):
+    """Load a [rows, columns] tile; what lies outside is 0."""
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if EVEN_ROWS:
+        if EVEN_D:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    return tl.load(pointers, mask=(rows < limit)[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(ROWS, row, inside, other, USE: tl.constexpr):
+    """Load one number per row, or zeros where there is nothing to load."""
+    if USE:
+        return tl.load(ROWS + row, mask=inside, other=other)
+    else:
+        return tl.zeros_like(inside).to(tl.float32)
