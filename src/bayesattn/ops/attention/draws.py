@@ -35,7 +35,7 @@ def fast_exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def log2_of_minus_log2(x, FAST: tl.constexpr):
-    """In one piece, because Triton's minus is a subtraction from zero, while the hardware's logarithm negates for nothing."""
+    """In one piece: Triton's minus is a subtraction from zero, while the hardware's logarithm negates for nothing."""
     if FAST:
         return tl.inline_asm_elementwise(
             "{.reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 t, t; lg2.approx.ftz.f32 $0, t;}",

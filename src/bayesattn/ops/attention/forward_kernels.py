@@ -1,7 +1,7 @@
 """Triton kernels of the forward pass. README.md derives them.
 
-Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores, noise and
-log-sum-exps are in units of log 2.
+Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores,
+noise and log-sum-exps are in units of log 2.
 """
 
 import triton

@@ -141,8 +141,8 @@ def launch_gradients(
         constants = kernel_constants("grad_query", query, value, mask, **switches)
         grid = (blocks_of(m, constants["BM"]), b * h)
         launch(
-            backward_kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers, **constants,
-            CHECK=checks(constants),
+            backward_kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers,
+            **constants, CHECK=checks(constants),
         )  # fmt: skip
 
 
