@@ -29,8 +29,10 @@ CASES = [
     ("forward", 64, WEIBULL),
     ("forward", 64, LOGNORMAL),
     ("forward", 64, {**WEIBULL, "HAS_MASK": 2}),
+    ("forward", 64, {**WEIBULL, "DROPOUT": True}),
     ("forward", 128, {**WEIBULL, "CLEAN": False}),
     ("grad_key", 64, WEIBULL),
+    ("grad_key", 64, {**WEIBULL, "DROPOUT": True}),
     ("grad_key", 128, WEIBULL),
     ("grad_query", 128, WEIBULL),
 ]
@@ -42,9 +44,9 @@ def compile_kernel(name: str, head_dim: int, switches: dict[str, object]):
     """Return the compiled kernel, its constants and the entries of a tile that one thread holds."""
     kernel = getattr(forward_kernels if name == "forward" else backward_kernels, f"{name}_kernel")
     constants = {
-        **launch.blocks(name, head_dim, torch.bfloat16), "BD": head_dim, "BDV": head_dim, "CAUSAL": False, "HAS_MASK": 0,
-        "EVEN_N": True, "EVEN_D": True, "COLUMNS": True, "ONE_PASS": head_dim <= 64, "FAST": True, "PRECISION": "tf32",
-        "CHECK": bool(switches.get("HAS_MASK")), **switches,
+        **launch.blocks(name, head_dim, torch.bfloat16), "BD": head_dim, "BDV": head_dim, "CAUSAL": False, "DROPOUT": False,
+        "HAS_MASK": 0, "EVEN_N": True, "EVEN_D": True, "COLUMNS": True, "ONE_PASS": head_dim <= 64, "FAST": True,
+        "PRECISION": "tf32", "CHECK": bool(switches.get("HAS_MASK")), **switches,
     }  # fmt: skip
     options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
@@ -52,7 +54,7 @@ def compile_kernel(name: str, head_dim: int, switches: dict[str, object]):
     for place, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
-        elif argument in ("scale", "strength"):
+        elif argument in ("scale", "strength", "kept"):
             signature[argument] = "fp32"
         elif argument in ELEMENTS or (argument.isupper() and argument not in ("H", "GROUP", "M", "N", "D", "DV")):
             in_halves = argument == "GRAD_Q" and head_dim > 64

@@ -130,7 +130,8 @@ def attention(
         is_causal: Query i attends to keys up to i.
         scale: Factor of the dot product; None is 1/√d.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
-        seed: Repeats a draw exactly, whatever the backend; None draws from torch's generator, or as `keyed_noise` says.
+        seed: Repeats a draw exactly, dropout included, whatever the backend; None draws from torch's generator, or as
+            `keyed_noise` says.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
         backend: `auto` picks the fastest that supports the call; a named one runs or refuses.
@@ -164,7 +165,7 @@ def attention(
                 # only now: a machine without a GPU need not have triton
                 from bayesattn.ops.attention import triton
 
-                output, kl = triton.attention(query, key, value, seed=seed, **options)
+                output, kl = triton.attention(query, key, value, seed=seed, dropout_p=dropout_p, **options)
             elif chosen == "blocked":
                 output, kl = blocked.attention(query, key, value, **options)
             else:

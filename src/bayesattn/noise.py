@@ -11,6 +11,7 @@ and with any tiling, so backward passes, recomputation and other kernels see the
     E        −ln u                                                          ~ Exp(1)
     ε        keys 2l and 2l+1 share a word: R = √(−2 ln u_{2l}), θ = 2π u_{2l+1};
              key 2l takes R cos θ, key 2l+1 takes R sin θ                   ~ N(0, 1), Box–Muller
+    dropout  an entry is dropped where r < round(2^16 p), with b + 2^31 in place of b: bits of their own
 
 So one call serves eight keys of a group of 32: those that one thread of a GPU holds of a row when tensor cores have
 computed the scores, which therefore never have to travel to meet their noise.
@@ -39,6 +40,9 @@ GROUP = 32
 _LOW_32 = 0xFFFFFFFF
 _LOW_16 = 0xFFFF
 _HALF_RANGE = 0x8000
+_RANGE = 0x10000
+# added to the batch word where bits decide about dropout
+DROPOUT_STREAM = 1 << 31
 
 Seed = int | Int[Tensor, ""] | Int[Tensor, " b"]
 Shape4 = tuple[int, int, int, int]
@@ -84,8 +88,15 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return [c0, c1, c2, c3]
 
 
-def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str) -> Int16[Tensor, "b h m n32"]:
-    """Return the 16-bit integers of every entry, shifted by −2^15 to fit int16; the last axis is padded to groups."""
+def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str, *, stream: int = 0) -> Int16[Tensor, "b h m n32"]:
+    """Return the 16-bit integers of every entry, shifted by −2^15 to fit int16; the last axis is padded to groups.
+
+    Args:
+        seed: One for all, or one per batch entry.
+        shape: Batch, heads, queries, keys.
+        device: Where they are made.
+        stream: Added to the batch word; 0 for noise, or `DROPOUT_STREAM`.
+    """
     b, h, m, n = shape
     seed = as_seed(seed, b, device)
     per_example = seed.ndim == 1
@@ -99,7 +110,7 @@ def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str) -> Int
     batch = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device) if per_example else axis(b, 0)
     seed = seed.view(-1, 1, 1, 1)
     words = philox(
-        (axis(4 * groups, 3), axis(m, 2), axis(h, 1), batch),
+        (axis(4 * groups, 3), axis(m, 2), axis(h, 1), batch + stream),
         (seed & _LOW_32, (seed >> 32) & _LOW_32),
     )
     halves = [torch.stack([word & _LOW_16, word >> 16], dim=-1).unflatten(-2, (groups, 4)) for word in words]
@@ -187,3 +198,26 @@ def log_noise(
     if config.family == "weibull":
         return exponential(seed, shape, **options).log_().div_(config.weibull_k)
     return normal(seed, shape, **options).mul_(config.sigma_q)
+
+
+def dropout_numbers(p: float) -> tuple[int, float]:
+    """Return how many of the 2^16 values of an entry's bits drop it, and what the others are multiplied by."""
+    dropped = round(_RANGE * p)
+    return dropped, _RANGE / (_RANGE - dropped) if dropped < _RANGE else 0.0
+
+
+def dropout_factor(
+    seed: Seed, shape: Shape4, p: float, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "b h m n"]:
+    """Return what dropout multiplies the weights by: 0 with probability p (to 2^-17), else the number that keeps their mean.
+
+    Args:
+        seed: The one of the noise; dropout has bits of its own.
+        shape: Batch, heads, queries, keys.
+        p: Probability of 0.
+        device: Where the draws are made.
+        dtype: Type of the result.
+    """
+    dropped, kept = dropout_numbers(p)
+    halves = counter_halves(seed, shape, device, stream=DROPOUT_STREAM)[..., : shape[-1]]
+    return (halves.to(torch.int32) >= dropped - _HALF_RANGE).to(dtype) * kept

@@ -56,7 +56,7 @@ def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x - truth).norm() / (truth.norm() + 0.01 * truth.numel() ** 0.5))
 
 
-def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32, contiguous=True):
+def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32, contiguous=True, dropout_p=0.0):
     b, h, hk, m, n, d, dv = shape
     query, key, value = (torch.randn(b, x, y, z, device=DEVICE) for x, y, z in ((h, m, d), (hk, n, d), (hk, n, dv)))
     tensors = [query, key, value]
@@ -71,7 +71,7 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
         prior = None if prior is None else prior.float()
         return attention(
             q, k, v, config=config, prior=prior, mask=mask, is_causal=is_causal, seed=SEED, backend="triton",
-            need_kl=config.has_kl,
+            need_kl=config.has_kl, dropout_p=dropout_p,
         )  # fmt: skip
 
     def plain(q, k, v, prior=None):
@@ -80,7 +80,8 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
             torch.promote_types(q.dtype, torch.float32)
         )
         dense = Allowed(mask, is_causal, (b, h, m, n)).dense(q.device)
-        weights = reference.sample_weights(scores, dense, SEED, config).to(v.dtype)
+        weights = reference.sample_weights(scores, dense, SEED, config)
+        weights = (reference.drop(weights, dropout_p, SEED) if dropout_p else weights).to(v.dtype)
         prior = None if prior is None else prior.to(scores.dtype)
         kl = reference.kl_from_scores(scores, prior, dense, config) if config.has_kl else None
         return weights @ reference.expand_heads(v, h), kl
@@ -258,7 +259,7 @@ def test_float16_gradients_saturate_instead_of_overflowing(monkeypatch, variant,
 def test_operators_pass_opcheck():
     tensors = [torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     seed = torch.tensor(3, device=DEVICE)
-    options = (None, None, seed, True, 0.5, 0.25, False, True, True)
+    options = (None, None, seed, True, 0.5, 0.25, 0.1, False, True, True)
     torch.library.opcheck(fused.attention_forward, (*tensors, *options))
 
 
@@ -283,7 +284,6 @@ def test_compiles_into_one_graph_with_the_same_results(variant):
     ("change", "reason"),
     [
         ({"bias": torch.zeros(5, 5)}, "no additive bias"),
-        ({"dropout_p": 0.1}, "no dropout"),
         ({"scale": -1.0}, "scale is -1.0"),
         ({"config": ba.AttentionConfig("BAM-WF", weibull_k=0.1)}, "weibull_k is 0.1"),
         ({"config": ba.AttentionConfig("BAM-LF", sigma_q=9.0)}, "sigma_q is 9.0"),
@@ -297,6 +297,32 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
     with pytest.raises(ValueError, match=f"backend is 'triton', but .*{reason}"):
         attention(query, query, query, backend="triton", **options)
     attention(query, query, query, backend="auto", **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("variant", "mask_kind", "is_causal"),
+    [
+        ("BAM-WC", "none", False),
+        ("BAM-WC", "key padding", False),
+        ("BAM-WF", "arbitrary", False),
+        ("BAM-LC", "none", True),
+        ("BAM-NOKL", "none", False),
+    ],
+)
+def test_dropout_is_that_of_the_reference(variant, mask_kind, is_causal, dtype):
+    config = ba.AttentionConfig(variant)
+    check((2, 4, 2, 37, 67, 16, 24), config, mask_kind, is_causal=is_causal, dtype=dtype, dropout_p=0.3)
+
+
+def test_dropout_of_a_wide_head_takes_two_passes_with_the_same_bits():
+    check((1, 2, 1, 37, 45, 128, 72), ba.AttentionConfig("BAM-WC"), dropout_p=0.1)
+
+
+def test_everything_may_be_dropped():
+    query, p = torch.randn(1, 2, 5, 16, device=DEVICE), 1.0 - 2.0**-20  # nearer to 1 than to the grid's last step
+    output, _ = attention(query, query, query, config=ba.AttentionConfig("BAM-WF"), dropout_p=p, backend="triton")
+    assert not output.any()
 
 
 def test_kernels_draw_the_specified_noise():

@@ -160,3 +160,14 @@ def test_the_mean_lognormal_weight_of_two_keys_equals_quadrature(seed):
     scores = torch.tensor([gap, 0.0], dtype=torch.float64).expand(1, 1, 400_000, 2)
     weights, _ = attention_weights(scores, config=AttentionConfig("BAM-LF", sigma_q=sigma), seed=seed)
     assert_within_standard_errors(weights[..., 0], expected)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+def test_dropout_keeps_the_mean_and_does_not_look_at_the_noise(p):
+    shape = (1, 4, 700, 700)
+    factors = noise.dropout_factor(41, shape, p, dtype=torch.float64)
+    assert_within_standard_errors(factors, 1.0, p)
+    # the share of the grid that is dropped is within half a step of p
+    assert abs(noise.dropout_numbers(p)[0] / 2**16 - p) <= 2.0**-17
+    draws = noise.exponential(41, shape, dtype=torch.float64)
+    assert_within_standard_errors((factors - 1.0) * (draws - 1.0), 0.0, p)

@@ -385,6 +385,8 @@ def test_dropout_drops_sampled_weights_and_leaves_the_kl():
     weights, kl = attention(query, key, value, config=config, seed=1)
     dropped, dropped_kl = attention(query, key, value, config=config, seed=1, dropout_p=0.5)
     assert torch.equal(kl, dropped_kl)
+    again, _ = attention(query, key, value, config=config, seed=1, dropout_p=0.5)
+    assert torch.equal(again, dropped)  # the seed governs dropout, too
     is_zero = dropped == 0.0
     assert 0.3 < float(is_zero.double().mean()) < 0.7  # 210 entries: five standard errors are 0.17
     torch.testing.assert_close(dropped[~is_zero], 2.0 * weights[~is_zero])

@@ -136,3 +136,20 @@ def test_draw_seed_is_governed_by_manual_seed():
 def test_empty_and_single_shapes(shape, seed):
     assert noise.exponential(seed, shape).shape == shape
     assert noise.normal(seed, shape).shape == shape
+
+
+def test_dropout_follows_the_specification():
+    """Bits of the counter with b + 2^31; a seed per example has 2^31 alone."""
+    seed, shape, p = (5 << 33) + 7, (2, 3, 5, 37), 0.3
+    dropped, kept = noise.dropout_numbers(p)
+    factors = noise.dropout_factor(seed, shape, p)
+    for b, h, i, j in ((0, 0, 0, 0), (1, 2, 4, 36), (1, 0, 3, 17), (0, 2, 1, 31)):
+        counter = (4 * (j // 32) + (j // 2) % 4, i, h, b + 2**31)
+        word = philox_scalar(counter, (seed % 2**32, seed // 2**32), noise.PHILOX_ROUNDS)[(j // 8) % 4]
+        half = word >> 16 if j % 2 else word & 0xFFFF
+        assert float(factors[b, h, i, j]) == pytest.approx(0.0 if half < dropped else kept)
+    per_example = noise.dropout_factor(torch.tensor([seed, seed]), shape, p)
+    assert torch.equal(per_example[0], factors[0])
+    assert torch.equal(per_example[0], per_example[1])
+    assert not noise.dropout_factor(seed, shape, 1.0).any()
+    assert bool((noise.dropout_factor(seed, shape, 0.0) == 1.0).all())

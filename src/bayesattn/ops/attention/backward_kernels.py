@@ -7,7 +7,7 @@ noise and log-sum-exps are in units of log 2.
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.draws import LN_2, LOG2_E, fast_exp2, noise_tile
+from bayesattn.ops.attention.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
 from bayesattn.ops.attention.tiles import allowed_entries, load_rows, load_tile, saturated
 
 
@@ -36,13 +36,15 @@ def prepare_kernel(
 @triton.jit
 def _grad_tile(
     q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
-    mask, mu, seed, head, batch, scale, strength, M, N, stride_mm, stride_mn,
+    mask, mu, seed, head, batch, scale, strength, dropped, kept, M, N, stride_mm, stride_mn,
     BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, MOMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the sampled weights of a tile and the gradient of its scores.
+    """Return the sampled weights of a tile, after dropout, and the gradient of its scores.
 
-    dΦ = W (dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their negative.
+    dΦ = W (c dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their
+    negative; c is dropout's factor.
     What the column sums T_j = Σ_i Φ_ij of the Weibull KL add, dT_j, is the same for all queries: it enters dQ and dK
     once, outside the loop, and costs nothing here.
     """
@@ -54,7 +56,13 @@ def _grad_tile(
         scores = tl.where(allowed, scores, -float("inf"))
     noise = noise_tile(seed, rm, start_n, head, batch, strength, BM, BN, WEIBULL, FAST)
     weights = fast_exp2(scores - lse[:, None] + noise, FAST)
-    grad_scores = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    grad_weights = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        factor = dropout_tile(seed, rm, start_n, head, batch, dropped, kept, BM, BN)
+        grad_scores = weights * (grad_weights * factor - delta[:, None])
+        weights *= factor
+    else:
+        grad_scores = weights * (grad_weights - delta[:, None])
     if CLEAN:
         grad_scores += fast_exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
     grad_mu = tl.zeros([BN], tl.float32)
@@ -71,10 +79,10 @@ def grad_query_kernel(
     Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, START_Q, GRAD_Q,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
-    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
-    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
+    CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, over all key blocks."""
     block, bh = tl.program_id(0), tl.program_id(1)
@@ -109,8 +117,8 @@ def grad_query_kernel(
         mu = load_rows(mu_base, rn, rn < N, 0.0, MOMENTS)
         _, grad_scores, _ = _grad_tile(
             q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_first, grad_second, mask, mu,
-            seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
-            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+            seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn,
+            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
         )  # fmt: skip
         acc = tl.dot(saturated(grad_scores, k.dtype), k, acc, input_precision=PRECISION)
     pointers = GRAD_Q + row[:, None] * D + rd[None, :]
@@ -123,10 +131,10 @@ def grad_key_kernel(
     GRAD_COLUMNS, QUERY_SUMS, GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
-    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
-    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ONE_PASS: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
+    CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (and dμ) of one block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
 
@@ -163,8 +171,8 @@ def grad_key_kernel(
             grad_second = load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
             weights, grad_scores, grad_mu = _grad_tile(
                 q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
-                mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, M, N, stride_mm, stride_mn,
-                BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, CHECK, FAST, PRECISION,
+                mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn,
+                BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
             )  # fmt: skip
             acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
             grad_scores = saturated(grad_scores, q.dtype)

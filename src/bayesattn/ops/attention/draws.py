@@ -13,6 +13,7 @@ MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
 TWO_PI = tl.constexpr(6.283185307179586)
 ROUNDS = tl.constexpr(7)
 UNIFORM_SHIFT = tl.constexpr(128.0 - 2.0**-17)
+DROPOUT_STREAM = tl.constexpr(1 << 31)
 
 
 @triton.jit
@@ -90,17 +91,11 @@ def draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def noise_tile(
-    seed, rm, start_n, head, batch, strength, BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, FAST: tl.constexpr
-):
-    """Return the log2-noise of a tile, as `bayesattn.noise` specifies it.
-
-    A call serves keys 32 g + 8 w + 2 t + half for its four words w and two halves: exactly those that one thread
-    holds of a row in the tensor cores' accumulator layout, so nothing has to be moved between threads.
-    """
+def _words(seed, rm, start_n, head, batch, BM: tl.constexpr, BN: tl.constexpr):
+    """Return the four words of every Philox call of a tile: [BM, BN / 32, 4]."""
     calls = 4 * (start_n // 32 + tl.arange(0, BN // 32))[:, None] + tl.arange(0, 4)[None, :]
     zero = tl.zeros([BM, BN // 32, 4], tl.uint32)
-    w0, w1, w2, w3 = tl.philox(
+    return tl.philox(
         seed,
         zero + calls.to(tl.uint32)[None, :, :],
         zero + rm.to(tl.uint32)[:, None, None],
@@ -108,10 +103,45 @@ def noise_tile(
         zero + batch.to(tl.uint32),
         ROUNDS,
     )
+
+
+@triton.jit
+def _as_tile(a0, a1, b0, b1, c0, c1, d0, d1, BM: tl.constexpr, BN: tl.constexpr):
+    """Put what the halves of four words became where their keys are.
+
+    A call serves keys 32 g + 8 w + 2 t + half for its four words w and two halves: exactly those that one thread
+    holds of a row in the tensor cores' accumulator layout, so nothing has to be moved between threads.
+    """
+    pairs = tl.join(tl.join(tl.join(a0, a1), tl.join(b0, b1)), tl.join(tl.join(c0, c1), tl.join(d0, d1)))
+    # axes: row, g, t, half, low and high bit of w → row, (g, w, t, half)
+    return tl.reshape(tl.permute(pairs, (0, 1, 5, 4, 2, 3)), [BM, BN])
+
+
+@triton.jit
+def noise_tile(
+    seed, rm, start_n, head, batch, strength, BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, FAST: tl.constexpr
+):
+    """Return the log2-noise of a tile, as `bayesattn.noise` specifies it."""
+    w0, w1, w2, w3 = _words(seed, rm, start_n, head, batch, BM, BN)
     a0, a1 = draw(w0, strength, WEIBULL, FAST)
     b0, b1 = draw(w1, strength, WEIBULL, FAST)
     c0, c1 = draw(w2, strength, WEIBULL, FAST)
     d0, d1 = draw(w3, strength, WEIBULL, FAST)
-    pairs = tl.join(tl.join(tl.join(a0, a1), tl.join(b0, b1)), tl.join(tl.join(c0, c1), tl.join(d0, d1)))
-    # axes: row, g, t, half, low and high bit of w → row, (g, w, t, half)
-    return tl.reshape(tl.permute(pairs, (0, 1, 5, 4, 2, 3)), [BM, BN])
+    return _as_tile(a0, a1, b0, b1, c0, c1, d0, d1, BM, BN)
+
+
+@triton.jit
+def _kept(word, dropped, kept):
+    """Return the factors of two neighbouring keys."""
+    return tl.where((word & 0xFFFF) >= dropped, kept, 0.0), tl.where((word >> 16) >= dropped, kept, 0.0)
+
+
+@triton.jit
+def dropout_tile(seed, rm, start_n, head, batch, dropped, kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Return what dropout multiplies the weights of a tile by: 0, or `kept`."""
+    w0, w1, w2, w3 = _words(seed, rm, start_n, head, batch.to(tl.uint32) + DROPOUT_STREAM, BM, BN)
+    a0, a1 = _kept(w0, dropped, kept)
+    b0, b1 = _kept(w1, dropped, kept)
+    c0, c1 = _kept(w2, dropped, kept)
+    d0, d1 = _kept(w3, dropped, kept)
+    return _as_tile(a0, a1, b0, b1, c0, c1, d0, d1, BM, BN)

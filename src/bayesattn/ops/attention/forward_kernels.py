@@ -7,17 +7,17 @@ noise and log-sum-exps are in units of log 2.
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.draws import LN_2, LOG2_E, fast_exp2, noise_tile
+from bayesattn.ops.attention.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
 from bayesattn.ops.attention.tiles import allowed_entries, load_tile
 
 
 @triton.jit
 def _forward_range(
     acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, high, head, batch, scale, strength,
-    M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+    dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
+    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the key blocks of [low, high) into the running output and sums of one block of queries."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
@@ -45,6 +45,9 @@ def _forward_range(
         if MOMENTS:
             first += tl.sum(deviation, 1)
             second += tl.sum(deviation * deviation, 1)
+        if DROPOUT:
+            # of the output's weights only: the sum is over all
+            weights *= dropout_tile(seed, rm, start, head, batch, dropped, kept, BM, BN)
         v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
@@ -56,10 +59,10 @@ def forward_kernel(
     Q, K, V, MASK, MU, SEED, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
-    H, GROUP, M, N, D, DV, seed_stride, scale, strength,
+    H, GROUP, M, N, D, DV, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries."""
     block, bh = tl.program_id(0), tl.program_id(1)
@@ -90,14 +93,14 @@ def forward_kernel(
         easy = N // BN * BN
     acc, top, total, clean, first, second = _forward_range(
         acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, 0, easy, head, noise_batch,
-        scale * LOG2_E, strength, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
-        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, False, EVEN_D, FAST, PRECISION,
+        scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, False, EVEN_D, FAST, PRECISION,
     )  # fmt: skip
     if HAS_MASK or CAUSAL or not EVEN_N:
         acc, top, total, clean, first, second = _forward_range(
             acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, end, head, noise_batch,
-            scale * LOG2_E, strength, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
-            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, HAS_MASK, True, EVEN_D, FAST, PRECISION,
+            scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, EVEN_D, FAST, PRECISION,
         )  # fmt: skip
     has_key = top > -float("inf")
     out = acc / tl.where(has_key, total, 1.0)[:, None]

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
+from bayesattn.noise import dropout_numbers
 from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.attention.tiles import FULL_MASK, KEY_MASK
@@ -22,7 +23,7 @@ BLOCKS = {
 
 
 # the switches of Weibull attention with a KL and nothing else
-PLAIN_FORWARD = (("WEIBULL", True), ("CLEAN", True), ("MOMENTS", False), ("CAUSAL", False))
+PLAIN_FORWARD = (("WEIBULL", True), ("CLEAN", True), ("MOMENTS", False), ("CAUSAL", False), ("DROPOUT", False))
 
 
 def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -48,6 +49,7 @@ def launch_forward(
     weibull: bool,
     strength: float,
     scale: float,
+    dropout: float,
     causal: bool,
 ) -> None:
     """Fill output, noisy LSE, clean LSE and two moments; of the last three those with a size.
@@ -61,17 +63,25 @@ def launch_forward(
         weibull: Family.
         strength: Of the noise, in units of log 2 for the lognormal.
         scale: Of the scores.
+        dropout: On the weights of the output.
         causal: Whether key j is for queries from j on.
     """
     query, key, value = inputs
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
-    switches = {"WEIBULL": weibull, "CLEAN": outputs[2].numel() > 0, "MOMENTS": mu is not None, "CAUSAL": causal}
+    switches = {
+        "WEIBULL": weibull,
+        "CLEAN": outputs[2].numel() > 0,
+        "MOMENTS": mu is not None,
+        "CAUSAL": causal,
+        "DROPOUT": dropout > 0.0,
+    }
     constants = kernel_constants("forward", query, value, mask, **switches)
     launch(
         forward_kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
         query, key, value, *optional_pointers(mask, mu, seed), *outputs,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
-        h, h // hk, m, n, d, dv, seed.ndim, scale, strength, **constants, EVEN_N=n % constants["BN"] == 0,
+        h, h // hk, m, n, d, dv, seed.ndim, scale, strength, *dropout_numbers(dropout), **constants,
+        EVEN_N=n % constants["BN"] == 0,
     )  # fmt: skip
 
 
@@ -88,6 +98,7 @@ def launch_gradients(
     weibull: bool,
     strength: float,
     scale: float,
+    dropout: float,
     causal: bool,
     in_one_pass: bool,
 ) -> None:
@@ -106,6 +117,7 @@ def launch_gradients(
         weibull: Family.
         strength: Of the noise.
         scale: Of the scores.
+        dropout: On the weights of the output.
         causal: Whether key j is for queries from j on.
         in_one_pass: See `one_pass`.
     """
@@ -118,13 +130,14 @@ def launch_gradients(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
         *optional_strides(mask, mu, (b, h, m, n)),
     )  # fmt: skip
-    numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength)
+    numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength, *dropout_numbers(dropout))
     switches = {
         "WEIBULL": weibull,
         "CLEAN": grad_lse is not None,
         "COLUMNS": grad_columns is not None,
         "MOMENTS": mu is not None,
         "CAUSAL": causal,
+        "DROPOUT": dropout > 0.0,
     }
 
     def checks(constants: dict) -> bool:

@@ -63,8 +63,16 @@ def attention(
     weights = sample_weights(scores, mask, seed, config)
     kl = kl_from_scores(scores, log_prior, mask, config) if need_kl else None
     if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p)
+        weights = drop(weights, dropout_p, seed)
     return weighted_values(weights, value), kl
+
+
+def drop(weights: Float[Tensor, "b h m n"], p: float, seed: noise.Seed | None) -> Float[Tensor, "b h m n"]:
+    """Return the weights after dropout, which the seed of the noise governs too, where there is one."""
+    if seed is None:
+        return F.dropout(weights, p)
+    b, h, m, n = weights.shape
+    return weights * noise.dropout_factor(seed, (b, h, m, n), p, device=weights.device, dtype=weights.dtype)
 
 
 def weighted_values(weights: Float[Tensor, "b h m n"], value: Float[Tensor, "b hk n dv"]) -> Float[Tensor, "b h m dv"]:

@@ -40,6 +40,8 @@ def why_not_blocked(call: Call) -> str:
         return "it draws from torch's generator and takes no seed"
     if call.need_kl and call.config.family != "weibull":
         return "it has no lognormal KL"
+    if call.dropout_p > 0.0:
+        return "it has no dropout"
     return _why_not_fused(call)
 
 
@@ -68,6 +70,4 @@ def why_not_triton(call: Call) -> str:
 def _why_not_fused(call: Call) -> str:
     if call.bias is not None:
         return "it takes no additive bias"
-    if call.dropout_p > 0.0:
-        return "it has no dropout"
     return ""

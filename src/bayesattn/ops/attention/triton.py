@@ -45,6 +45,7 @@ def attention(
     allowed: Allowed,
     scale: float,
     seed: noise.Seed | None,
+    dropout_p: float,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
     """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
@@ -55,7 +56,7 @@ def attention(
     strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
     seed = noise.draw_seed(query.device) if seed is None else noise.as_seed(seed, query.shape[0], query.device)
     if need_kl and is_one_node(log_prior, allowed, config):
-        output, kl = weibull_attention(query, key, value, log_prior, allowed, config, seed, strength, scale)
+        output, kl = weibull_attention(query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p)
         return output[..., :dv], kl
     mu = None
     if need_kl and not weibull:
@@ -65,8 +66,9 @@ def attention(
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
     fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply
     output, _, lse, columns, first, second, _ = fused(
-        query, key, value, allowed.mask, mu, seed, weibull, strength, scale, allowed.is_causal, need_lse, need_kl and weibull
-    )
+        query, key, value, allowed.mask, mu, seed, weibull, strength, scale, dropout_p, allowed.is_causal, need_lse,
+        need_kl and weibull,
+    )  # fmt: skip
     output = output[..., :dv]
     if not need_kl:
         return output, None
@@ -85,6 +87,7 @@ def _forward(
     weibull: bool,
     strength: float,
     scale: float,
+    dropout: float,
     causal: bool,
     need_lse: bool,
     need_columns: bool,
@@ -102,7 +105,7 @@ def _forward(
     )
     if out.numel():
         launch_forward(
-            (query, key, value), mask, mu, seed, (out, lse, clean, first, second), weibull, strength, scale, causal
+            (query, key, value), mask, mu, seed, (out, lse, clean, first, second), weibull, strength, scale, dropout, causal
         )
     columns, sums = lse.new_empty(0), lse.new_empty(0)
     if need_columns:
@@ -122,7 +125,7 @@ attention_forward = torch.library.custom_op("bayesattn::attention_forward", _for
 
 
 @attention_forward.register_fake
-def _(query, key, value, mask, mu, seed, weibull, strength, scale, causal, need_lse, need_columns):
+def _(query, key, value, mask, mu, seed, weibull, strength, scale, dropout, causal, need_lse, need_columns):
     (b, h, m, _), n = query.shape, key.shape[2]
 
     def rows(needed: bool) -> Tensor:
@@ -154,6 +157,7 @@ def _backward(
     weibull: bool,
     strength: float,
     scale: float,
+    dropout: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and μ (empty without moments)."""
@@ -179,7 +183,7 @@ def _backward(
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
     launch_gradients(
         (query, key, value), mask, mu, seed, (grad, lse, clean, delta, *rows), grad_columns, sums, start,
-        (grad_query, grad_key, grad_value, grad_mu), weibull, strength, scale, causal, in_one_pass,
+        (grad_query, grad_key, grad_value, grad_mu), weibull, strength, scale, dropout, causal, in_one_pass,
     )  # fmt: skip
     return saturate(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
@@ -231,7 +235,7 @@ def _gradients(ctx, backward, grad, grad_lse, grad_columns, grad_first, grad_sec
     *grads, grad_mu = backward(
         grad, grad_lse, grad_columns, *moments, query, key, value, mask, mu, seed, out, lse, clean, sums, *ctx.options
     )
-    return *grads, None, grad_mu if mu is not None else None, *([None] * 7)
+    return *grads, None, grad_mu if mu is not None else None, *([None] * 8)
 
 
 def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):

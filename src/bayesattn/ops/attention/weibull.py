@@ -55,9 +55,10 @@ def weibull_attention(
     seed: Tensor,
     strength: float,
     scale: float,
+    dropout: float,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"]]:
     """Return the output of one sample and the KL of each example."""
-    return _WeibullAttention.apply(query, key, value, log_prior, allowed, config, seed, strength, scale)
+    return _WeibullAttention.apply(query, key, value, log_prior, allowed, config, seed, strength, scale, dropout)
 
 
 def _numbers(config: AttentionConfig, has_prior: bool) -> dict[str, float]:
@@ -74,7 +75,9 @@ def _numbers(config: AttentionConfig, has_prior: bool) -> dict[str, float]:
 
 class _WeibullAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query, key, value, log_prior, allowed: Allowed, config: AttentionConfig, seed, strength, scale):
+    def forward(
+        ctx: Any, query, key, value, log_prior, allowed: Allowed, config: AttentionConfig, seed, strength, scale, dropout
+    ):
         b, h, m, n = allowed.shape
         query, key, value = aligned(query), aligned(key), aligned(value)
         (hk, d), dv = (key.shape[1], key.shape[3]), value.shape[-1]
@@ -86,7 +89,7 @@ class _WeibullAttention(torch.autograd.Function):
         columns, sums = lse.new_empty((b, h, 1, n)), lse.new_empty((2, b, h, 1, d))
         kl, stats = lse.new_empty((b, h)), lse.new_empty((b, h, kl_kernels.NUM_STATS.value))
         launch_forward(
-            (query, key, value), valid, None, seed, (out, lse, clean, lse, lse), True, strength, scale, causal=False
+            (query, key, value), valid, None, seed, (out, lse, clean, lse, lse), True, strength, scale, dropout, causal=False
         )
         strides = (*((0, 0) if prior is None else prior.stride()[:2]), 0 if valid is None else n)
         switches = {"HAS_PRIOR": prior is not None, "HAS_VALID": valid is not None, "RAW": config.score_form == "raw"}
@@ -102,7 +105,7 @@ class _WeibullAttention(torch.autograd.Function):
             STAGES=3 if query.dtype.itemsize == 2 else 2, num_warps=8,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, prior, valid, seed, out, lse, clean, columns, stats, sums)
-        ctx.numbers, ctx.switches, ctx.strides, ctx.noise = numbers, switches, strides, (strength, scale)
+        ctx.numbers, ctx.switches, ctx.strides, ctx.noise = numbers, switches, strides, (strength, scale, dropout)
         ctx.prior_shape = None if log_prior is None else log_prior.shape
         ctx.set_materialize_grads(False)
         return out, kl.sum(dim=1)
@@ -112,7 +115,7 @@ class _WeibullAttention(torch.autograd.Function):
     def backward(ctx: Any, grad, grad_kl):
         query, key, value, prior, valid, seed, out, lse, clean, columns, stats, sums = ctx.saved_tensors
         (b, h, m, d), n, dv = query.shape, key.shape[2], value.shape[-1]
-        strength, scale = ctx.noise
+        strength, scale, dropout = ctx.noise
         grad = torch.zeros_like(out) if grad is None else aligned(grad)
         grad_kl = lse.new_zeros(b) if grad_kl is None else grad_kl
         in_one_pass = one_pass(max(d, dv))
@@ -130,8 +133,8 @@ class _WeibullAttention(torch.autograd.Function):
         )  # fmt: skip
         launch_gradients(
             (query, key, value), valid, None, seed, (grad, lse, clean, delta, grad_lse, None, None), grad_columns, sums[0],
-            start, (grad_query, grad_key, grad_value, None), True, strength, scale, False, in_one_pass,
+            start, (grad_query, grad_key, grad_value, None), True, strength, scale, dropout, False, in_one_pass,
         )  # fmt: skip
         if grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
-        return saturate(grad_query, query.dtype), grad_key, grad_value, grad_prior, *([None] * 5)
+        return saturate(grad_query, query.dtype), grad_key, grad_value, grad_prior, *([None] * 6)
