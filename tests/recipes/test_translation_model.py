@@ -12,7 +12,7 @@ from bayesattn.recipes.translation.batches import make_batch
 from bayesattn.recipes.translation.decoder import lstm_cell
 from bayesattn.recipes.translation.graphs import GraphedUnroll
 from bayesattn.recipes.translation.model import Translator
-from bayesattn.recipes.translation.translate import decode, judge
+from bayesattn.recipes.translation.translate import decode, decode_draws, judge
 from bayesattn.recipes.translation.vocabulary import END, PAD
 from helpers import assert_finite, number
 
@@ -183,6 +183,21 @@ def test_beams_do_not_mix_sentences():
     assert together == [decode(model, [source], beam=3)[0] for source in SOURCES]
 
 
+def test_draws_of_all_sentences_are_decoded_together_and_given_back_to_their_own():
+    model = build("soft", dropout=0.0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10.0)
+        # a fresh model would end at once
+        model.readout.logits.bias[END] = -9.0
+    # nothing is random in this model, so every draw is the greedy translation of its sentence
+    model.dropout.p = 1e-12
+    expected = [[tokens] * 3 for tokens in decode(model, SOURCES, beam=1)]
+    assert decode_draws(model, SOURCES, "dropout", 3) == expected
+    assert len({tuple(draws[0]) for draws in expected}) > 1
+    assert decode_draws(model, SOURCES, "mean", 3) == [[], [], []]
+
+
 def test_draws_disagree_and_the_mean_does_not():
     model = build("BAM-WC", weibull_k=1.0).eval()
     with torch.no_grad():
@@ -235,6 +250,19 @@ def test_recorded_graphs_need_a_gpu_and_planned_noise():
         GraphedUnroll(decoder)(torch.randn(1, 2, 28), *memory, torch.zeros(1, 1, 3), None)
     with pytest.raises(ValueError, match="'compile' with hard-reinforce attention, which draws inside the loop"):
         Translator(AttentionChoice("hard-reinforce"), 17, **SIZES, decoder_mode="compile")
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "hard-reinforce"])
+def test_auto_runs_plain_steps_where_nothing_can_be_recorded(variant):
+    plain = build(variant)
+    auto = Translator(AttentionChoice(variant, inference_dim=3), 17, **SIZES, dropout=0.0, decoder_mode="auto")
+    auto.load_state_dict(plain.state_dict())
+    found = []
+    for model in (plain.train(), auto.train()):
+        torch.manual_seed(5)
+        with record_kl():
+            found.append(losses(model))
+    assert torch.equal(*found)
 
 
 @pytest.mark.compile
