@@ -22,9 +22,9 @@ CALIBRATION_FOLDER = "calibration"
 MEANS_FOLDER = "means"
 # rows whose cells share runs: numbers that are not independent have no interval and no test
 SHARING_ROWS = ("ensemble",)
-# metric: heading, factor, digits
+# metric: heading, factor, digits. Scaled: after the temperature that suits the validation texts best
 UNCERTAINTY = {
-    "nll": ("NLL", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
+    "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
 }  # fmt: skip
 SPREAD = {"rmse": ("RMSE", 1.0, 3), "mean_deviation": ("spread of draws", 1.0, 3)}
 _NAMES = {
@@ -53,7 +53,7 @@ def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], consol
         if find_task(task_name).kind != "regression":
             panels[name] = _draw_calibration(out / CALIBRATION_FOLDER, name, mine)
     if panels:
-        plot_calibration(panels).savefig(out / CALIBRATION_FOLDER / "all.png")
+        plot_calibration(panels, num_bins=6).savefig(out / CALIBRATION_FOLDER / "all.png")
     write_csv(out / "cells.csv", [row for cell in cells for row in _csv_rows(cell)])
     text = "\n".join(sections)
     write_bytes(out / TABLE_FILE, text.encode())
@@ -121,38 +121,45 @@ def _against(
     """Return the paired differences of some rows to another; empty where one of them is not in the table."""
     if baseline not in by_row or not rows:
         return ""
-    lines = []
-    for row in rows:
-        line = [row]
-        for metric, (_, scale, digits) in forms.items():
-            ours, theirs = (_values(by_row[name], "best", "test", metric) for name in (row, baseline))
-            seeds = sorted((ours or {}).keys() & (theirs or {}).keys())
-            if ours is None or theirs is None or not seeds:
-                line += ["–", "–"]
-                continue
-            if row in SHARING_ROWS:
-                line += [show(_mean(row, [ours[seed] - theirs[seed] for seed in seeds]), scale, digits), "–"]
-                continue
-            compared = paired({seed: ours[seed] for seed in seeds}, theirs)
-            line += [show(compared.difference, scale, digits), show_p(compared.p_value)]
-        lines.append(line)
+    lines = [[row, *_differences(by_row, baseline, row, "test", forms)] for row in rows]
     header = [f"minus {baseline}, paired", *(part for heading, _, _ in forms.values() for part in (heading, "p"))]
     return "\n" + markdown(header, lines)
 
 
+def _differences(
+    by_row: dict[str, dict[int, Cell]], baseline: str, row: str, split: str, forms: dict[str, tuple[str, float, int]]
+) -> list[str]:
+    """Return, for every metric, by how much a row differs from another with the same seeds, and the p-value of that."""
+    shown = []
+    for metric, (_, scale, digits) in forms.items():
+        ours, theirs = (_values(by_row.get(name, {}), "best", split, metric) for name in (row, baseline))
+        seeds = sorted((ours or {}).keys() & (theirs or {}).keys())
+        if ours is None or theirs is None or not seeds or row == baseline:
+            shown += ["–", "–"]
+        elif row in SHARING_ROWS:
+            shown += [show(_mean(row, [ours[seed] - theirs[seed] for seed in seeds]), scale, digits), "–"]
+        else:
+            compared = paired({seed: ours[seed] for seed in seeds}, theirs)
+            shown += [show(compared.difference, scale, digits), show_p(compared.p_value)]
+    return shown
+
+
 def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: str) -> str:
-    forms = {main: (_NAMES[main], 100.0, 2), "nll": ("NLL", 1.0, 3), "ece": ("ECE %", 100.0, 1)}
+    likelihood = {"nll": ("NLL", 1.0, 3)}
+    forms = {main: (_NAMES[main], 100.0, 2), **likelihood, "ece": ("ECE %", 100.0, 1)}
     forms |= {"ood_auroc_entropy": ("OOD AUROC %", 100.0, 1), "ood_auroc_mutual_information": ("by MI %", 100.0, 1)}
     lines = [
         [
             split,
             row,
             *(_summary(row, found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items()),
+            *_differences(by_row, "soft", row, split, likelihood),
         ]
         for split in splits
         for row, found in by_row.items()
     ]
-    return "\n" + markdown(["shifted test set", "variant", *(form[0] for form in forms.values())], lines)
+    header = ["shifted test set", "variant", *(form[0] for form in forms.values()), "NLL minus soft, paired", "p"]
+    return "\n" + markdown(header, lines)
 
 
 def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
