@@ -24,7 +24,8 @@ MEANS_FOLDER = "means"
 SHARING_ROWS = ("ensemble",)
 # metric: heading, factor, digits. Scaled: after the temperature that suits the validation texts best
 UNCERTAINTY = {
-    "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
+    "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1),
+    "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
 }  # fmt: skip
 SPREAD = {"rmse": ("RMSE", 1.0, 3), "mean_deviation": ("spread of draws", 1.0, 3)}
 _NAMES = {
