@@ -88,12 +88,11 @@ def predict_run(
     splits = {name: thin(split, limit) for name, split in load_splits(config.data, data).items() if name != "train"}
     conditions = [Condition(name, split) for name, split in splits.items()]
     conditions += noisy_conditions(splits["test"], noise, config.data.dataset)
-    found, done = {}, 0
-    for condition in conditions:
+    found = {}
+    for done, condition in enumerate(conditions, start=1):
         questions = condition.split.questions
         parts = [part for part, _ in draws(model, condition, methods, num_samples, seed)]
         samples = {method: torch.cat([part[method] for part in parts], dim=1) for method in methods}
-        done += 1
         on_progress(done, len(conditions))
         targets = soft_targets(questions, model.vocabulary, "paper")
         extra = _shown(model, condition.split, num_samples, seed) if condition.name == "test" else {}
