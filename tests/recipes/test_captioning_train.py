@@ -328,8 +328,7 @@ def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, mon
     reproduce(["shapes"], ["soft"], num_seeds=1, **options)
     text = reproduce(["shapes"], ["soft", "wc"], num_seeds=3, minutes=0.0, **options).read_text()
     ours = text.partition("the paper's")[0]
-    assert "| soft |" in ours
-    assert "1 seed;" in ours
+    assert "| soft | 1 |" in ours
     assert "BAM-WC" not in ours
 
 

@@ -77,9 +77,3 @@ def collect(
 def deadline_after(minutes: float | None) -> float:
     """Return when the last run may begin, in seconds of `time.monotonic`."""
     return float("inf") if minutes is None else time.monotonic() + 60.0 * minutes
-
-
-def seeds_text(cells: Cells) -> str:
-    """Return over how many seeds the rows of a table are."""
-    counts = sorted({len(by_seed) for by_seed in cells.values()})
-    return f"{counts[0]} seed" if counts == [1] else f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"

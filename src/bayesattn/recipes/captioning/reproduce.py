@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from bayesattn.recipes._tables import markdown, paired, read_cell, show, show_p, write_cell, write_csv
-from bayesattn.recipes._vision.cells import Cells, at_hand, choose, collect, deadline_after, seeds_text
+from bayesattn.recipes._vision.cells import Cells, at_hand, choose, collect, deadline_after
 from bayesattn.recipes.captioning.data import CaptionData, DatasetName, load_data
 from bayesattn.recipes.captioning.scoring import MEASURES, score, tools
 from bayesattn.recipes.captioning.train import (
@@ -163,18 +163,16 @@ def _numbers(cell: dict[str, Any]) -> dict[str, Any]:
 def _page(title: str, cells: Cells) -> str:
     """Return the tables of one data set and search: measures, then differences to the baseline."""
     first = next(iter(next(iter(cells.values())).values()))
-    seeds = seeds_text(cells)
-    interval = "" if seeds == "1 seed" else ", ± half a 95 % t-interval"
-    lines = [f"## {title}, ours\n", f"{seeds}{interval}; {first['tokenizer']} tokenizer.\n"]
+    lines = [f"## {title}, ours\n", f"Mean over seeds ± half a 95 % t-interval; {first['tokenizer']} tokenizer.\n"]
     lines += [f"{name}: {reason}.\n" for name, reason in first["skipped"].items()]
-    header = ["attention", *MEASURES, "NLL", "parameters", "seconds"]
+    header = ["attention", "seeds", *MEASURES, "NLL", "parameters", "seconds"]
     rows = []
     for variant, runs in cells.items():
         measured = [_summary(runs, name) for name in MEASURES]
         nll = show(over_runs([run["validation_nll"] for run in runs.values()]), digits=3)
         size = f"{next(iter(runs.values()))['num_parameters']:,}"
         seconds = over_runs([run["train_seconds"] for run in runs.values()]).value
-        rows.append([VARIANTS[variant], *measured, nll, size, f"{seconds:.0f}"])
+        rows.append([VARIANTS[variant], str(len(runs)), *measured, nll, size, f"{seconds:.0f}"])
     lines.append(markdown(header, rows))
     if BASELINE in cells and len(cells) > 1:
         lines += ["\nDifference to soft, seed by seed, and p-value of a paired t-test:\n", _differences(cells)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from bayesattn.plots._style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.recipes._tables import markdown, paired, show, show_p
-from bayesattn.recipes._vision.cells import Cells, seeds_text
+from bayesattn.recipes._vision.cells import Cells
 from bayesattn.report.aggregate import over_runs
 
 # noise of the curve: its variance in units of the features' own
@@ -34,17 +34,16 @@ def render(dataset: str, by_variant: Cells, num_samples: int) -> str:
     """Return the tables of a data set: clean, noisy, by type of question."""
     first = next(iter(next(iter(by_variant.values())).values()))
     conditions = list(dict.fromkeys(key.rsplit(" accuracy_leave_one_out", 1)[0] for key in first if "leave_one_out" in key))
-    seeds = seeds_text(by_variant)
-    text = f"## {dataset}\n\nMean over {seeds} ± half a 95 % t-interval; {num_samples} draws, Welch's test.\n\n"
+    text = f"## {dataset}\n\nMean over seeds ± half a 95 % t-interval; {num_samples} draws, Welch's test.\n\n"
     for condition in conditions:
         text += f"**{_title(condition)}**\n\n"
-        header = ["attention", *(heading for heading, *_ in COLUMNS)]
+        header = ["attention", "seeds", *(heading for heading, *_ in COLUMNS)]
         is_noisy = condition != "clean"
         if dataset == "vqa2" and condition in ("clean", "variance 5"):
             header += ["paper: accuracy", "paper: PAvPU"]
         rows = []
         for variant, by_seed in by_variant.items():
-            row = [variant]
+            row = [variant, str(len(by_seed))]
             for _, name, scale, digits in COLUMNS:
                 row.append(show(over_runs([cell[f"{condition} {name}"] for cell in by_seed.values()]), scale, digits))
             if len(header) > len(row):
