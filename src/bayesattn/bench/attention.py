@@ -62,11 +62,11 @@ class Calls:
 
         return call
 
-    def soft_forward(self, backend: SDPBackend | None) -> Callable[[], None]:
+    def soft_forward(self, backend: SDPBackend | None) -> Callable[[], object]:
         """Return the forward pass of torch's attention alone."""
         return torch.no_grad()(lambda: self._sdpa(backend, 0.0))
 
-    def bayesian_forward(self, config: AttentionConfig = CONFIG) -> Callable[[], None]:
+    def bayesian_forward(self, config: AttentionConfig = CONFIG) -> Callable[[], object]:
         """Return one draw of a Monte Carlo prediction: no KL, no gradients."""
         return torch.no_grad()(lambda: attention(*self.inputs, config=config, need_kl=False))
 

@@ -95,7 +95,7 @@ def _words(seed, rm, start_n, head, batch, BM: tl.constexpr, BN: tl.constexpr):
     """Return the four words of every Philox call of a tile: [BM, BN / 32, 4]."""
     calls = 4 * (start_n // 32 + tl.arange(0, BN // 32))[:, None] + tl.arange(0, 4)[None, :]
     zero = tl.zeros([BM, BN // 32, 4], tl.uint32)
-    return tl.philox(
+    w0, w1, w2, w3 = tl.philox(
         seed,
         zero + calls.to(tl.uint32)[None, :, :],
         zero + rm.to(tl.uint32)[:, None, None],
@@ -103,6 +103,7 @@ def _words(seed, rm, start_n, head, batch, BM: tl.constexpr, BN: tl.constexpr):
         zero + batch.to(tl.uint32),
         ROUNDS,
     )
+    return w0, w1, w2, w3
 
 
 @triton.jit
