@@ -201,6 +201,7 @@ def study(
     trained: Sequence[str],
     kinds: Sequence[str] = KINDS,
     ending: str = "tuned",
+    first_seed: int = 0,
     limit: float,
     data: Path | None,
     device: str,
@@ -215,6 +216,7 @@ def study(
         trained: Of `TRAINED`; a class is left out only where three are.
         kinds: Of `KINDS`.
         ending: Of the configs' names: `tuned`, `selective` or `few` (`search.py`).
+        first_seed: The others follow.
         limit: Seconds; no way of training begins that would, at the pace of the slowest before, end later.
         data: Folder of the data sets.
         device: Where to compute.
@@ -231,7 +233,7 @@ def study(
     start = last = time.perf_counter()
     longest, rows = 0.0, []
     configs = {kind: load_config(f"{name}-{kind}-{ending}") for kind in kinds}
-    seeds = range(num_seeds)
+    seeds = range(first_seed, first_seed + num_seeds)
     loaded = load_seed_graphs(next(iter(configs.values())), data, seeds)
     for way in trained:
         if way == OUTSIDE and loaded[0].num_classes < 3:
@@ -260,6 +262,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of networks, separated by commas")
     parser.add_argument("--ending", default="tuned", help="of the configs' names: tuned, selective, few")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--data", type=Path)
@@ -273,6 +276,7 @@ def main() -> None:
         trained=arguments.trained.split(","),
         kinds=arguments.kinds.split(","),
         ending=arguments.ending,
+        first_seed=arguments.first_seed,
         limit=arguments.limit,
         data=arguments.data,
         device=arguments.device,
