@@ -316,6 +316,15 @@ def test_first_member_of_an_ensemble_is_the_run_of_the_seed(tiny_study, monkeypa
     assert alone == pytest.approx(together, abs=1e-5)
 
 
+def test_a_study_of_later_seeds_repeats_their_rows(tiny_study):
+    ways = {"trained": ["labels wrong 20 %"], "kinds": ["nokl"], "members": 1}
+    early, late = tiny_study(**ways), tiny_study(**ways, first_seed=2, num_seeds=2)
+    assert {row["seed"] for row in late} == {2, 3}
+    nll = [{row["series"]: row["nll"] for row in rows if row["seed"] == 2} for rows in (early, late)]
+    # other seeds train beside it, which changes the order of sums
+    assert nll[0] == pytest.approx(nll[1], abs=1e-5)
+
+
 def test_study_stops_before_its_limit(tiny_study):
     rows = tiny_study(trained=["labels wrong 20 %", "a quarter of the labels"], members=1, limit=1e-3)
     assert {row["trained"] for row in rows} == {"labels wrong 20 %"}

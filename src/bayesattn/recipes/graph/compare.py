@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--chosen", type=Path, required=True, help="what `search choose` wrote")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", default="graph", help="how the files begin")
     arguments = parser.parse_args()
     rows, chosen = read_rows(arguments.files), read_chosen(arguments.chosen)
     comparisons = compare(rows, chosen)
@@ -249,9 +250,10 @@ def main() -> None:
         f"{overview(rows)}\nBetter than both, p < {LEVEL:g}:\n\n{win_table(better)}\nWorse than both, p < {LEVEL:g}:\n\n"
         f"{win_table(worse)}"
     )
-    write_bytes(arguments.out / "graph-robustness.md", text.encode())
-    write_csv(arguments.out / "graph-robustness.csv", [{k: v for k, v in row.items() if k != "situation"} for row in rows])
-    write_csv(arguments.out / "graph-comparisons.csv", [one.to_row() for one in comparisons])
+    start = str(arguments.out / f"{arguments.name}-robustness")
+    write_bytes(Path(f"{start}.md"), text.encode())
+    write_csv(Path(f"{start}.csv"), [{k: v for k, v in row.items() if k != "situation"} for row in rows])
+    write_csv(arguments.out / f"{arguments.name}-comparisons.csv", [one.to_row() for one in comparisons])
     counts = {
         "comparisons": len(comparisons),
         "better_than_both": len(better),
@@ -259,9 +261,9 @@ def main() -> None:
         "datasets_better": sorted({group[0].dataset for group in better}),
         "better": [[one.to_row() for one in group] for group in better],
     }
-    write_json(arguments.out / "graph-robustness.json", counts)
+    write_json(Path(f"{start}.json"), counts)
     for measure in ("accuracy", "scaled_nll", "aurc"):
-        plot(rows, measure, chosen).savefig(arguments.out / f"graph-robustness-{measure}.png", dpi=110)
+        plot(rows, measure, chosen).savefig(f"{start}-{measure}.png", dpi=110)
     print(text)
 
 
