@@ -255,11 +255,11 @@ def test_chosen_is_the_lowest_scaled_nll_among_the_accurate(tmp_path):
     assert chosen["soft"]["point"]["dropout"] == 0.4
     # MC dropout must drop
     assert chosen["dropout"]["point"]["dropout"] == 0.6
-    # by AURC it is another one; rows of a search that did not measure it do not count, nor kinds without a row
-    ranked = [{**one, "aurc": one["accuracy"] - one["scaled_nll"]} for one in rows[:3]]
+    # by AURC the accuracy is no condition; rows of a search that did not measure it do not count, nor kinds without a row
+    ranked = [{**one, "aurc": one["scaled_nll"]} for one in rows[:3]]
     by_aurc = search.choose([*ranked, *rows[5:]], "aurc")
     assert list(by_aurc) == ["soft"]
-    assert by_aurc["soft"]["point"]["dropout"] == 0.2
+    assert by_aurc["soft"]["point"]["dropout"] == 0.6
     for choice, found in chosen.items():
         config = load_config(str(search.write_config("cora", choice, found, tmp_path)))
         assert config.dropout == found["point"]["dropout"]
