@@ -111,7 +111,7 @@ def read_chosen(path: Path) -> Chosen:
     """Read how each variant predicts, from what the search wrote."""
     chosen = json.loads(path.read_text(encoding="utf-8"))
     return {
-        dataset: [kind if choices[kind]["method"] == "all" else f"{kind}-mean" for kind in VARIANTS]
+        dataset: [kind if choices[kind]["method"] == "all" else f"{kind}-mean" for kind in VARIANTS if kind in choices]
         for dataset, choices in chosen.items()
     }
 
