@@ -325,6 +325,13 @@ def test_a_study_of_later_seeds_repeats_their_rows(tiny_study):
     assert nll[0] == pytest.approx(nll[1], abs=1e-5)
 
 
+def test_a_study_without_an_ending_takes_the_plain_configs(tiny_study, monkeypatch):
+    asked, tiny = [], robustness.load_config
+    monkeypatch.setattr(robustness, "load_config", lambda name: asked.append(name) or tiny(f"{name}-tuned"))
+    tiny_study(trained=["labels wrong 20 %"], kinds=["soft"], members=1, ending="", num_seeds=1)
+    assert asked == ["generated-soft"]
+
+
 def test_study_stops_before_its_limit(tiny_study):
     rows = tiny_study(trained=["labels wrong 20 %", "a quarter of the labels"], members=1, limit=1e-3)
     assert {row["trained"] for row in rows} == {"labels wrong 20 %"}

@@ -215,7 +215,7 @@ def study(
         members: Networks of an ensemble; 1 for none.
         trained: Of `TRAINED`; a class is left out only where three are.
         kinds: Of `KINDS`.
-        ending: Of the configs' names: `tuned`, `selective` or `few` (`search.py`).
+        ending: Of the configs' names: `tuned`, `selective` or `few` (`search.py`); empty for the plain configs.
         first_seed: The others follow.
         limit: Seconds; no way of training begins that would, at the pace of the slowest before, end later.
         data: Folder of the data sets.
@@ -232,7 +232,7 @@ def study(
             raise ValueError(f"kinds has {kind!r}; allowed: {', '.join(KINDS)}")
     start = last = time.perf_counter()
     longest, rows = 0.0, []
-    configs = {kind: load_config(f"{name}-{kind}-{ending}") for kind in kinds}
+    configs = {kind: load_config("-".join(filter(None, (name, kind, ending)))) for kind in kinds}
     seeds = range(first_seed, first_seed + num_seeds)
     loaded = load_seed_graphs(next(iter(configs.values())), data, seeds)
     for way in trained:
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("name", help="data set, as its configs begin: cora, chameleon, …")
     parser.add_argument("--trained", default=",".join(TRAINED), help="ways of training, separated by commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of networks, separated by commas")
-    parser.add_argument("--ending", default="tuned", help="of the configs' names: tuned, selective, few")
+    parser.add_argument("--ending", default="tuned", help="of the configs' names; empty for the plain ones")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")
