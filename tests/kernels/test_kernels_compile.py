@@ -41,7 +41,9 @@ def compile_instead(kernel, *args: object, grid: tuple[int, ...], warmup: bool, 
     print(kernel.fn.__name__, len(compiled.asm["cubin"]))
 
 
-def attend(dtype: torch.dtype, variant: str, *, masked: bool, is_causal: bool, in_one_pass: bool) -> None:
+def attend(
+    dtype: torch.dtype, variant: str, *, masked: bool, is_causal: bool, in_one_pass: bool, dropout: float = 0.0
+) -> None:
     """Run forward and backward of one setting."""
     import bayesattn as ba
     from bayesattn.ops.attention import triton as fused
@@ -53,7 +55,7 @@ def attend(dtype: torch.dtype, variant: str, *, masked: bool, is_causal: bool, i
     mask = torch.ones(1, 1, 1 + 127 * is_causal, 128, dtype=torch.bool) if masked else None
     output, kl = fused.attention(
         query, key, value, config=ba.AttentionConfig(variant), log_prior=torch.zeros(1, 1, 1, 128, requires_grad=True),
-        scale=0.125, seed=1, allowed=Allowed(mask, is_causal, (1, 4, 128, 128)), need_kl=True,
+        scale=0.125, seed=1, dropout_p=dropout, allowed=Allowed(mask, is_causal, (1, 4, 128, 128)), need_kl=True,
     )  # fmt: skip
     assert kl is not None
     (output.sum() + kl.sum()).backward()
@@ -73,8 +75,8 @@ CASES = {
         lambda: attend(torch.bfloat16, "BAM-WC", masked=True, is_causal=False, in_one_pass=True),
         ["forward_kernel", "weibull_kl_kernel", "weibull_prepare_kernel", "grad_key_kernel"],
     ),
-    "one node, two passes": (
-        lambda: attend(torch.float16, "BAM-WC", masked=False, is_causal=False, in_one_pass=False),
+    "one node, two passes, dropout": (
+        lambda: attend(torch.float16, "BAM-WC", masked=False, is_causal=False, in_one_pass=False, dropout=0.1),
         ["forward_kernel", "weibull_kl_kernel", "weibull_prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
     ),
     "causal": (

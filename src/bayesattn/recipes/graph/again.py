@@ -59,9 +59,9 @@ class Answer:
     seeds: str
     num_seeds: int
     difference: float
-    low: float
-    high: float
-    p_value: float
+    low: float | None
+    high: float | None
+    p_value: float | None
 
 
 def ask_again(first: Rows, new: Rows) -> list[Answer]:
@@ -120,7 +120,7 @@ def usual_table(first: Rows, usual: Rows, chosen: Chosen) -> str:
 
 def main() -> None:
     """Write the comparisons and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the three CSV files and graph-search/chosen.json are")
     folder = parser.parse_args().folder
     first, new = (read_rows([folder / name]) for name in ("graph-robustness.csv", "graph-again.csv"))
