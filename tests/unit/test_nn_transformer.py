@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesattn as ba
-from bayesattn import record_kl, sampling
+from bayesattn import functional, record_kl, sampling
 from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 
 # torch's fused path takes only an even number of heads
@@ -154,3 +154,49 @@ def test_no_warning_when_an_encoder_is_built_from_our_layer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nn.TransformerEncoder(_encoder_layer(), 2)
+
+
+def _backends(monkeypatch) -> list[str]:
+    """Note which backend every sampled call takes."""
+    taken, choose = [], functional._choose
+    monkeypatch.setattr(functional, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
+    return taken
+
+
+@pytest.mark.parametrize("mask", ["padding", "future"])
+def test_masks_that_torchs_encoder_turns_into_numbers_take_the_fused_backend(monkeypatch, mask):
+    encoder = nn.TransformerEncoder(_encoder_layer(), num_layers=2, enable_nested_tensor=False)
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    given = {"src_key_padding_mask": _padding()} if mask == "padding" else {"mask": future}
+    taken = _backends(monkeypatch)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outputs.append(encoder(X, **given))
+    assert taken == ["blocked"] * 4
+    assert torch.equal(*outputs)
+    floats = torch.zeros(BATCH, LENGTH).masked_fill(_padding(), -torch.inf)
+    attention = encoder.layers[0].self_attn
+    results = []
+    for padding in (_padding(), floats):
+        torch.manual_seed(5)
+        results.append(attention(X, X, X, key_padding_mask=padding, need_weights=False)[0])
+    assert torch.equal(*results)
+
+
+def test_numbers_that_add_something_are_added(monkeypatch):
+    attention, taken = _encoder_layer().self_attn, _backends(monkeypatch)
+    bias = torch.zeros(LENGTH, LENGTH)
+    bias[1, 2] = 3.0
+    attention(X, X, X, attn_mask=bias, need_weights=False)
+    learnt = torch.zeros(LENGTH, LENGTH, requires_grad=True)
+    attention(X, X, X, attn_mask=learnt, need_weights=False)[0].square().sum().backward()
+    assert taken == ["reference"] * 2
+    assert learnt.grad is not None
+    assert learnt.grad.abs().sum() > 0
+    # looked at again after a change
+    bias.zero_()
+    attention(X, X, X, attn_mask=bias, need_weights=False)
+    bias[0, 0] = 1.0
+    attention(X, X, X, attn_mask=bias, need_weights=False)
+    assert taken[2:] == ["blocked", "reference"]

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from bayesattn.ops.attention.masking import look_once
+
 # e^-80 is 2e-35: beside any other key of its row such a weight is nothing in float32. Libraries forbid with −inf, with the
 # smallest number of the dtype, or (Swin) with −100 plus a small learnt bias
 FORBIDDEN = -80.0
@@ -44,10 +46,4 @@ def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"]:
         return mask
     if mask.stride(2) == 0:
         return mask[:, :, :1]
-    if torch.compiler.is_compiling() or mask.is_meta or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return mask
-    version, is_one_row = getattr(mask, _MEMO, (None, False))
-    if version != mask._version:
-        is_one_row = bool((mask == mask[:, :, :1]).all())
-        setattr(mask, _MEMO, (mask._version, is_one_row))
-    return mask[:, :, :1] if is_one_row else mask
+    return mask[:, :, :1] if look_once(mask, _MEMO, lambda given: (given == given[:, :, :1]).all()) else mask

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from bayesattn import functional
 from bayesattn.config import AttentionConfig
 from bayesattn.nn._base import BayesianModule
+from bayesattn.ops.attention.masking import look_once
 
 
 class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
@@ -109,6 +110,9 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         extra_keys = k.shape[2] - key.shape[1]
         mask, bias = _from_torch_masks(key_padding_mask, attn_mask, query.shape[0], self.num_heads, extra_keys)
+        if bias is not None and self.is_sampling and all(map(_only_forbids, (key_padding_mask, attn_mask))):
+            # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
+            bias = None
         valid = None if mask is None else mask.any(dim=-2)
         prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None
         options = {"config": self.config, "prior": prior, "mask": mask, "need_kl": self.needs_kl, "sample": self.is_sampling}
@@ -149,6 +153,16 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         is_padding = torch.arange(padded.shape[1], device=nested.device) >= lengths[:, None]
         output, _ = self._attend(padded, padded, padded, is_padding, None, False)
         return torch._nested_tensor_from_mask(output, ~is_padding)
+
+
+def _only_forbids(mask: Tensor | None) -> bool:
+    """Whether a mask has nothing to add but −inf; False where that cannot be looked up."""
+    if mask is None or mask.dtype == torch.bool:
+        return True
+    if mask.requires_grad:
+        # zeros that are about to learn
+        return False
+    return bool(look_once(mask, "_bayesattn_only_forbids", lambda given: ((given == 0.0) | (given == -torch.inf)).all()))
 
 
 def _from_torch_masks(

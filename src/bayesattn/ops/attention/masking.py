@@ -1,6 +1,7 @@
 """Which entries of the m × n scores exist, and sums over them; a row without keys gives 0 and gradient 0, never NaN."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -135,3 +136,28 @@ class Allowed:
         # a mask that broadcasts over heads or queries counts once for each
         copies = (h * m * (n if per_entry else 1)) // max(math.prod(valid.shape[1:]), 1)
         return (valid.flatten(1).sum(dim=-1) * copies).clamp(min=1).to(torch.float32)
+
+
+def look_once(x: Tensor, name: str, question: Callable[[Tensor], Tensor]) -> bool | None:
+    """Return the answer to a question about a tensor's numbers; it is asked once for each version of the tensor.
+
+    On a GPU the host has to wait for the answer. None while nobody can wait: inside a compiler, a recording of CUDA
+    launches, or `vmap`.
+
+    Args:
+        x: The tensor, which remembers the answer.
+        name: Of the attribute it remembers it by.
+        question: Returns one boolean.
+    """
+    if torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.is_batchedtensor(x):
+        return None
+    # tensors of inference mode count no versions, and cannot change outside of it
+    now = -1 if x.is_inference() else x._version
+    version, answer = getattr(x, name, (None, None))
+    if version == now:
+        return answer
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    answer = bool(question(x))
+    setattr(x, name, (now, answer))
+    return answer
