@@ -149,7 +149,7 @@ def look_once(x: Tensor, name: str, question: Callable[[Tensor], Tensor]) -> boo
         name: Of the attribute it remembers it by.
         question: Returns one boolean.
     """
-    if torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.is_batchedtensor(x):
+    if torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
         return None
     # tensors of inference mode count no versions, and cannot change outside of it
     now = -1 if x.is_inference() else x._version
