@@ -215,7 +215,7 @@ def choose_methods(given: Sequence[str] | None, allowed: Sequence[str], num_samp
         given: What was asked for.
         allowed: What the model can do, the usual ways first.
         num_samples: Draws, at least 2.
-        variant: Of the model, for the message.
+        variant: What the methods are of, for the message.
     """
     for method in given or ():
         if method not in allowed:

@@ -23,18 +23,25 @@ def _gate(gates, given, place, place_given, inside, HAS_GIVEN: tl.constexpr):
 
 
 @triton.jit
-def lstm_cell_kernel(
-    gates, given, cell, hidden, new_cell, given_stride, size, count, HAS_GIVEN: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Write h and c'; entry (row, column) of `count` = rows × size."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+def _gates(gates, given, at, given_stride, size, inside, HAS_GIVEN: tl.constexpr):
+    """Return i, f, o, g of the entries `at`, and where the first gate of each stands."""
     row, column = at // size, at % size
     place, other = row * 4 * size + column, row * given_stride + column
     i = tl.sigmoid(_gate(gates, given, place, other, inside, HAS_GIVEN))
     f = tl.sigmoid(_gate(gates, given, place + size, other + size, inside, HAS_GIVEN))
     o = tl.sigmoid(_gate(gates, given, place + 2 * size, other + 2 * size, inside, HAS_GIVEN))
     g = _tanh(_gate(gates, given, place + 3 * size, other + 3 * size, inside, HAS_GIVEN))
+    return i, f, o, g, place
+
+
+@triton.jit
+def lstm_cell_kernel(
+    gates, given, cell, hidden, new_cell, given_stride, size, count, HAS_GIVEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write h and c'; entry (row, column) of `count` = rows × size."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    i, f, o, g, _ = _gates(gates, given, at, given_stride, size, inside, HAS_GIVEN)  # type: ignore[misc]
     c = f * tl.load(cell + at, mask=inside, other=0.0) + i * g
     tl.store(new_cell + at, c, mask=inside)
     tl.store(hidden + at, (o * _tanh(c)).to(hidden.dtype.element_ty), mask=inside)
@@ -48,12 +55,7 @@ def lstm_cell_grad_kernel(
     """Write the gradients of the gates and of c from those of h and c'."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    row, column = at // size, at % size
-    place, other = row * 4 * size + column, row * given_stride + column
-    i = tl.sigmoid(_gate(gates, given, place, other, inside, HAS_GIVEN))
-    f = tl.sigmoid(_gate(gates, given, place + size, other + size, inside, HAS_GIVEN))
-    o = tl.sigmoid(_gate(gates, given, place + 2 * size, other + 2 * size, inside, HAS_GIVEN))
-    g = _tanh(_gate(gates, given, place + 3 * size, other + 3 * size, inside, HAS_GIVEN))
+    i, f, o, g, place = _gates(gates, given, at, given_stride, size, inside, HAS_GIVEN)  # type: ignore[misc]
     before = tl.load(cell + at, mask=inside, other=0.0)
     t = _tanh(f * before + i * g)
     d_hidden = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesattn import metrics
 from bayesattn.predict import sampling
+from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes._train import one_thread
 from bayesattn.recipes.graph.corrupt import add_feature_noise
 from bayesattn.recipes.graph.data import Graph
@@ -47,13 +48,7 @@ def predict_run(
         on_progress: Called with the number of splits and methods done and to do, for a progress bar.
     """
     config, model, graph = load_run(folder, data)
-    allowed = available_methods(config)
-    methods = allowed[:2] if methods is None else list(dict.fromkeys(methods))
-    for method in methods:
-        if method not in allowed:
-            raise ValueError(f"method is {method!r}; allowed for {config.attention.variant}: {', '.join(allowed)}")
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
     clean = GraphInputs.of(graph)
     places = {name: (clean, graph.splits[name]) for name in ("validation", "test")}
     for strength in noise:

@@ -19,6 +19,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert import tune_noise
 from bayesattn.nn import BayesianModule
 from bayesattn.predict import predict
+from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes.language import metrics, spans, squad
 from bayesattn.recipes.language.features import Collator, bucketed
 from bayesattn.recipes.language.prepare import Split, allows_none
@@ -73,13 +74,7 @@ class Predictor:
         on_progress: Callable[[int, int], Any] = lambda done, total: None,
     ) -> tuple[Predictions, Answers]:
         """Predict every split with every method; the answers are those of a span task, empty for the others."""
-        allowed = available_methods(self.config, self.model)
-        methods = allowed[:2] if methods is None else list(dict.fromkeys(methods))
-        for method in methods:
-            if method not in allowed:
-                raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(allowed)}")
-        if num_samples < 2:
-            raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+        methods = choose_methods(methods, available_methods(self.config, self.model), num_samples, "this run")
         samples: dict[str, dict[str, Tensor]] = {name: {} for name in splits}
         labels: dict[str, Tensor | None] = {}
         answers: Answers = {name: {} for name in splits} if self.task.kind == "spans" else {}
