@@ -18,7 +18,7 @@ from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
-from bayesattn.ops.precision import shared, upcast
+from bayesattn.ops.precision import shared, upcast, without_autocast
 from bayesattn.ops.segment import csr, plain
 from bayesattn.ops.segment import reference as segment_reference
 from bayesattn.ops.segment import support as segment_support
@@ -83,7 +83,7 @@ def attention_weights(
     _checks.prior(prior, tuple(full.shape), config, need_kl)
     if check_finite:
         _checks.finite(scores=scores, prior=prior, mask=mask)
-    with torch.autocast(scores.device.type, enabled=False):
+    with without_autocast(scores.device.type):
         full = upcast(full)
         if sample and config.is_stochastic:
             seed = keyed.next_seeds(full.shape[0], full.device) if seed is None else seed
@@ -160,7 +160,7 @@ def attention(
         call = Call(query, key, value, config, bias, factor, seed, dropout_p, wants_kl)
         chosen = _choose(backend, call)
         options = {"config": config, "log_prior": prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             if chosen == "triton":
                 # only now: a machine without a GPU need not have triton
                 from bayesattn.ops.attention import triton
@@ -174,7 +174,7 @@ def attention(
     kl = None
     if need_kl:
         query, key = shared(query), shared(key)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             scores = reference.dot_product_scores(query, key, scale=factor, bias=bias)
             kl = _kl(scores, prior, allowed.dense(query.device), config)
@@ -236,7 +236,7 @@ def edge_attention(
     chosen = _choose_for_edges(backend, segment_support.EdgeCall(scores, value, edges, config, sample, dropout_p))
     options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
     options["log_prior"] = None if prior is None else prior.expand(-1, scores.shape[1])
-    with torch.autocast(scores.device.type, enabled=False):
+    with without_autocast(scores.device.type):
         if chosen == "triton":
             from bayesattn.ops.segment import triton
 
@@ -300,7 +300,7 @@ def _mean_attention(
 
 @torch.no_grad()
 def _observe(query: Tensor, key: Tensor, allowed: Allowed, bias: Tensor | None, scale: float | None) -> None:
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         mask = allowed.dense(query.device)
         note_entropy(masked_softmax(reference.dot_product_scores(query, key, scale=factor, bias=bias), mask), mask)

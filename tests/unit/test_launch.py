@@ -5,6 +5,8 @@ import torch
 
 from bayesattn.ops import launch as launcher
 
+STREAM = 7
+
 
 class FakeKernel:
     """Counts compilations, and remembers what its compiled kernels were called with."""
@@ -13,7 +15,7 @@ class FakeKernel:
 
     def __init__(self):
         self.fn = type("fake_kernel", (), {})
-        self.compilations, self.launches = 0, []
+        self.compilations, self.observed, self.launches = 0, 0, []
 
     def __getitem__(self, grid):
         def compile_and_launch(*args, **constants):
@@ -24,25 +26,42 @@ class FakeKernel:
 
 
 class FakeCompiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel, args):
         self.kernel, self.kinds = kernel, list(map(type, args))
 
+    def run(self, x, y, z, *args):
+        assert args[:6] == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self._remember((x, y, z), args[6:])
+
     def __getitem__(self, grid):
-        def run(*args):
-            assert list(map(type, args[: len(self.kinds)])) == self.kinds
-            self.kernel.launches.append((grid, args))
+        def run(*args, stream):
+            assert stream == STREAM
+            self.kernel.observed += 1
+            self._remember(grid, args)
 
         return run
+
+    def _remember(self, grid, args):
+        assert list(map(type, args[: len(self.kinds)])) == self.kinds
+        self.kernel.launches.append((grid, args))
+
+
+class FakeDriver:
+    class active:
+        get_current_stream = staticmethod(lambda index: STREAM)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "driver", FakeDriver)
     return FakeKernel()
 
 
 def launch(kernel, x, size, factor=0.5, block=64):
-    launcher.launch(kernel, (3, 2), x, size, factor, BLOCK=block, WIDE=True, num_warps=4)
+    launcher.prepared(kernel, (3, 2), size, factor, BLOCK=block, WIDE=True, num_warps=4)(x)
 
 
 def test_the_second_launch_goes_to_the_compiled_kernel_with_everything_by_position(kernel):
@@ -79,10 +98,20 @@ def test_whole_numbers_and_fractions_of_the_same_value_are_two_kernels(kernel):
     assert kernel.compilations == 2
 
 
-def test_many_different_sizes_do_not_pile_up(kernel, monkeypatch):
-    monkeypatch.setattr(launcher, "_MOST_RECENT", 5)
-    monkeypatch.setattr(launcher, "_RECENT", {})
-    for size in range(101, 201, 2):
-        launch(kernel, torch.zeros(64), size)
-    assert len(launcher._RECENT) <= 5
-    assert kernel.compilations == 1
+def test_equal_arguments_find_the_same_launch_and_other_types_another(kernel):
+    assert launcher.prepared(kernel, (3,), 2, BLOCK=64) is launcher.prepared(kernel, (3,), 2, BLOCK=64)
+    assert launcher.prepared(kernel, (3,), 2, BLOCK=64) is not launcher.prepared(kernel, (3,), 2.0, BLOCK=64)
+
+
+def test_a_profiler_that_listens_hears_of_every_launch(kernel):
+    x, heard = torch.zeros(64), []
+    launch(kernel, x, 37)
+    launch(kernel, x, 37)
+    assert kernel.observed == 0
+    hooks = launcher.knobs.runtime.launch_enter_hook
+    hooks.add(heard.append)
+    try:
+        launch(kernel, x, 37)
+    finally:
+        hooks.remove(heard.append)
+    assert (kernel.compilations, kernel.observed, len(kernel.launches)) == (1, 1, 2)

@@ -11,7 +11,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert.streams import NoiseStream
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.attention import reference
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.precision import upcast, without_autocast
 
 CHILD_NAME = "bayes"
 
@@ -88,7 +88,7 @@ class HostedAttention(BayesianModule):
                 scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
             )  # fmt: skip
             return self._record_folded(output, kl), None
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
             weights = self._draw(scores, mask, key_offset)
             kl = self._kl(scores, key, mask) if self.needs_kl else None
@@ -109,7 +109,7 @@ class HostedAttention(BayesianModule):
         softcap: float | None = None,
     ) -> Tensor:
         """Record the KL of a call whose output the host computed without sampling, and return that output."""
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
             kl = self._kl(scores, key, mask)
         return self._record_folded(output, kl)

@@ -1,75 +1,97 @@
 """Launch a Triton kernel, cheaply, and count it.
 
 Triton looks at every argument of every launch to find the compiled kernel: for the forty of ours that takes longer than a
-short sequence keeps a GPU busy. Here the kernel is found by the few facts it was compiled for.
+short sequence keeps a GPU busy. Here all arguments but the pointers are put together once (a `Launch`); a call finds its
+kernel by types and alignment of the pointers, and goes to the compiled kernel's own launcher.
 """
 
+import functools
 from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from bayesattn.ops.attention.support import INTERPRETED
 
 # how often each kernel was launched, so that a test can prove which one ran
 LAUNCHES: Counter[str] = Counter()
 
-# kernels by what they were compiled for; and, found faster, by the very numbers of recent launches
-_COMPILED: dict[tuple, tuple[Any, tuple]] = {}
-_RECENT: dict[tuple, tuple[Any, tuple]] = {}
-_MOST_RECENT = 4096
+# kernels by what they were compiled for
+_COMPILED: dict[tuple, Any] = {}
+# launches that `prepared` keeps; the lengths of a data set, times the kernels
+_MOST = 8192
 _LARGEST_INT32 = 2**31 - 1
-_NUMBERS = (int, float, type(None))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """Launch a kernel on the device of its first argument and count it under its name without `_kernel`.
+class Launch:
+    """A kernel with everything but its pointers; calling it with them launches it on the device of the first.
 
     Args:
-        kernel: What `triton.jit` returned.
+        kernel: What `triton.jit` returned. It takes pointers first, then numbers, then constants.
         grid: How many programs, on up to three axes.
-        args: Its first arguments, by position; the first is a tensor.
+        numbers: The arguments after the pointers, by position.
         constants: The rest by name, and `num_warps` or `num_stages`.
     """
-    LAUNCHES[kernel.fn.__name__.removesuffix("_kernel")] += 1
-    if INTERPRETED:
-        kernel[grid](*args, **constants)
-        return
-    device = args[0].device  # type: ignore[attr-defined]
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _launch(kernel, grid, args, constants, device)
-    else:
-        _launch(kernel, grid, args, constants, device)
 
+    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple, constants: dict[str, object]) -> None:
+        self.kernel, self.numbers, self.constants = kernel, numbers, constants
+        self.name = kernel.fn.__name__.removesuffix("_kernel")
+        self.grid = grid + (1,) * (3 - len(grid))
+        # a compiled kernel takes everything by position, constants too; options are no arguments
+        self._rest = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
+        self._kind = (kernel.fn, *constants.items(), *map(_specialisation, numbers))
+        self._found: dict[tuple, Any] = {}
 
-def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, object], device: torch.device) -> None:
-    # with the type of a number: 2 and 2.0 are equal, but not to Triton
-    facts = [(x, type(x)) if type(x) in _NUMBERS else (x.dtype, x.data_ptr() & 15) for x in args]
-    recent = (kernel.fn, device, *constants.values(), *facts)
-    found = _RECENT.get(recent)
-    if found is None:
-        key = (kernel.fn, device, *constants.values(), *map(specialisation, args))
-        found = _COMPILED.get(key)
-        if found is None:
-            compiled = kernel[grid](*args, **constants)
-            if compiled is not None:
-                # a compiled kernel takes everything by position, constants too; options are no arguments
-                _COMPILED[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    def __call__(self, *pointers: Tensor | None) -> None:
+        """Launch the kernel and count it under its name without `_kernel`."""
+        LAUNCHES[self.name] += 1
+        if INTERPRETED:
+            self.kernel[self.grid](*pointers, *self.numbers, **self.constants)
             return
-        if len(_RECENT) >= _MOST_RECENT:
-            _RECENT.clear()
-        _RECENT[recent] = found
-    compiled, rest = found
-    compiled[grid + (1,) * (3 - len(grid))](*args, *rest)
+        device = pointers[0].device  # type: ignore[union-attr]  (the first is never absent)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(pointers, device.index)
+        else:
+            self._launch(pointers, device.index)
+
+    def _launch(self, pointers: tuple[Tensor | None, ...], index: int | None) -> None:
+        # what Triton compiles for: the type of a pointer, and whether it is a multiple of sixteen bytes
+        facts = (index, *[None if x is None else (x.dtype, x.data_ptr() & 15 == 0) for x in pointers])
+        compiled = self._found.get(facts)
+        if compiled is None:
+            key = (self._kind, facts)
+            compiled = _COMPILED.get(key)
+            if compiled is None:
+                _COMPILED[key] = self.kernel[self.grid](*pointers, *self.numbers, **self.constants)
+                return
+            self._found[facts] = compiled
+        stream = driver.active.get_current_stream(index)
+        if _is_observed():
+            compiled[self.grid](*pointers, *self._rest, stream=stream)
+        else:
+            packed = (compiled.function, compiled.packed_metadata, None, None, None)
+            compiled.run(*self.grid, stream, *packed, *pointers, *self._rest)
 
 
-def specialisation(argument: Any) -> object:
-    """Return what Triton compiles for: whether an integer is 1 or a multiple of 16, a pointer's type and alignment."""
-    kind = type(argument)
-    if kind is int:
-        is_long = not -_LARGEST_INT32 <= argument <= _LARGEST_INT32
-        return 1 if argument == 1 else (argument % 16 == 0, is_long)
-    if kind is float or argument is None:
-        return kind
-    return argument.dtype, argument.data_ptr() % 16 == 0
+@functools.lru_cache(maxsize=_MOST, typed=True)
+def prepared(kernel: Any, grid: tuple[int, ...], *numbers: int | float | None, **constants: object) -> Launch:
+    """Return the launch of these arguments; the same one again for the same, where 2 and 2.0 are not."""
+    return Launch(kernel, grid, numbers, constants)
+
+
+def _is_observed() -> bool:
+    """Whether a profiler wants to hear of launches, which only Triton's own way tells it."""
+    hooks = knobs.runtime.launch_enter_hook
+    return hooks is not None and bool(getattr(hooks, "calls", True))
+
+
+def _specialisation(number: object) -> object:
+    """Return what Triton compiles for: the kind of a number, and whether an integer is 1 or a multiple of 16."""
+    if type(number) is not int:
+        return type(number)
+    is_long = not -_LARGEST_INT32 <= number <= _LARGEST_INT32
+    return 1 if number == 1 else (number % 16 == 0, is_long)

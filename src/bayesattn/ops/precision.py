@@ -1,13 +1,22 @@
-"""From half precision to float32 and back: casts that saturate where float16 would overflow.
+"""From half precision to float32 and back: no autocast inside, casts that saturate where float16 would overflow.
 
 Scores of ±1e4 are within float16, the gradients that a KL has there often are not: a row may add e¹⁰ ≈ 22,026 to a score's
 gradient (`attention/kl.py`), times a query or key of 100, summed over keys. The nearest float16 is then ±65504, not
 infinity, which would turn into NaN one step further back. bfloat16 has float32's range and needs nothing.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """Return a scope that autocast does not reach into; where none is on, asking costs less than entering one."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:

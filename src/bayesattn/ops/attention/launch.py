@@ -1,6 +1,7 @@
-"""How the kernels are launched: tile sizes, switches and strides."""
+"""How the kernels are launched: tile sizes, switches and strides, put together once for every layout of the inputs."""
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from bayesattn.noise import dropout_numbers
 from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.attention.tiles import FULL_MASK, KEY_MASK
-from bayesattn.ops.launch import launch
+from bayesattn.ops.launch import Launch, prepared
 
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
 BLOCKS = {
@@ -23,7 +24,9 @@ BLOCKS = {
 
 
 # the switches of Weibull attention with a KL and nothing else
-PLAIN_FORWARD = (("WEIBULL", True), ("CLEAN", True), ("MOMENTS", False), ("CAUSAL", False), ("DROPOUT", False))
+PLAIN_FORWARD = {"WEIBULL": True, "CLEAN": True, "MOMENTS": False, "CAUSAL": False, "DROPOUT": False}
+# the lengths of a data set
+MOST_LAUNCHES = 4096
 
 
 def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -40,143 +43,149 @@ def one_pass(head_dim: int) -> bool:
     return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
 
 
-def launch_forward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    mu: Tensor | None,
-    seed: Tensor,
-    outputs: tuple[Tensor, ...],
-    weibull: bool,
-    strength: float,
-    scale: float,
-    dropout: float,
-    causal: bool,
-) -> None:
-    """Fill output, noisy LSE, clean LSE and two moments; of the last three those with a size.
+class Layout(NamedTuple):
+    """What of a tensor decides how kernels read it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def layout(x: Tensor | None) -> Any:
+    """Return the layout of a tensor, None for None (typed loosely: which of the two it is, the caller knows)."""
+    return None if x is None else Layout(x.shape, x.stride(), x.dtype)
+
+
+class Noise(NamedTuple):
+    """What is drawn.
 
     Args:
-        inputs: Query, key, value.
-        mask: Which entries exist, or None.
-        mu: Location of the lognormal prior, for the moments.
-        seed: Of the noise; one, or one per example.
-        outputs: Where they go.
         weibull: Family.
         strength: Of the noise, in units of log 2 for the lognormal.
-        scale: Of the scores.
         dropout: On the weights of the output.
-        causal: Whether key j is for queries from j on.
+        per_example: Whether every example has its own seed.
     """
-    query, key, value = inputs
+
+    weibull: bool
+    strength: float
+    dropout: float
+    per_example: bool
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def forward_launch(
+    query: Layout,
+    key: Layout,
+    value: Layout,
+    mask: Layout | None,
+    mu: Layout | None,
+    noise: Noise,
+    scale: float,
+    causal: bool,
+    need_clean: bool,
+) -> Launch:
+    """Return what fills output, noisy LSE, clean LSE and two moments; of the last three those asked for.
+
+    Its pointers are query, key, value, those of `optional_pointers`, and the five outputs.
+
+    Args:
+        query: Layout of the queries.
+        key: Of the keys.
+        value: Of the values.
+        mask: Of what says which entries exist, if anything does.
+        mu: Of the location of the lognormal prior, for the moments.
+        noise: What is drawn.
+        scale: Of the scores.
+        causal: Whether key j is for queries from j on.
+        need_clean: Whether the clean LSE is asked for.
+    """
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {
-        "WEIBULL": weibull,
-        "CLEAN": outputs[2].numel() > 0,
+        "WEIBULL": noise.weibull,
+        "CLEAN": need_clean,
         "MOMENTS": mu is not None,
         "CAUSAL": causal,
-        "DROPOUT": dropout > 0.0,
+        "DROPOUT": noise.dropout > 0.0,
     }
     constants = kernel_constants("forward", query, value, mask, **switches)
-    launch(
-        forward_kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h),
-        query, key, value, *optional_pointers(mask, mu, seed), *outputs,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *optional_strides(mask, mu, (b, h, m, n)),
-        h, h // hk, m, n, d, dv, seed.ndim, scale, strength, *dropout_numbers(dropout), **constants,
+    strides = (*query.strides[:3], *key.strides[:3], *value.strides[:3], *_optional_strides(mask, mu, (b, h, m, n)))
+    return prepared(
+        forward_kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h), *strides, h, h // hk, m, n, d, dv,
+        int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout), **constants,
         EVEN_N=n % constants["BN"] == 0,
     )  # fmt: skip
 
 
-def launch_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    mu: Tensor | None,
-    seed: Tensor,
-    rows: tuple[Tensor | None, ...],
-    grad_columns: Tensor | None,
-    sums: Tensor,
-    start: Tensor | None,
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    weibull: bool,
-    strength: float,
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def gradient_launches(
+    query: Layout,
+    key: Layout,
+    value: Layout,
+    mask: Layout | None,
+    mu: Layout | None,
+    grad: Layout,
+    rows: tuple[int, int],
+    noise: Noise,
     scale: float,
-    dropout: float,
     causal: bool,
+    need_clean: bool,
+    need_columns: bool,
     in_one_pass: bool,
-) -> None:
-    """Fill the gradients of query, key, value and μ; in one pass, that of the query already holds its start.
+) -> tuple[Launch, Launch | None]:
+    """Return what fills the gradients of key, value and μ, and that of the query; in one pass, the first does both.
 
     Args:
-        inputs: Query, key, value.
-        mask: As in the forward pass, like `mu` and `seed`.
+        query: As for `forward_launch`, like all that is not named here.
+        key: As above.
+        value: As above.
+        mask: As above.
         mu: As above.
-        seed: As above.
-        rows: dO, noisy LSE, clean LSE, δ, dLSE, dr₁, dr₂; the last three None where there is none.
-        grad_columns: dT_j, or None.
-        sums: Σ_i q_i behind the column sums.
-        start: Σ_j dT_j k_j, for the two-pass backward.
-        gradients: Where they go.
-        weibull: Family.
-        strength: Of the noise.
-        scale: Of the scores.
-        dropout: On the weights of the output.
-        causal: Whether key j is for queries from j on.
+        grad: Layout of dO.
+        rows: Distances of two rows of Σ_i q_i, behind the column sums, and of Σ_j dT_j k_j.
+        noise: As above.
+        scale: As above.
+        causal: As above.
+        need_clean: Whether there is a dLSE.
+        need_columns: Whether there is a dT_j.
         in_one_pass: See `one_pass`.
     """
-    query, key, value = inputs
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
-    grad, grad_lse = rows[0], rows[4]
-    assert grad is not None
-    tensors = (query, key, value, *optional_pointers(mask, mu, seed), *rows)
-    strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
-        *optional_strides(mask, mu, (b, h, m, n)),
-    )  # fmt: skip
-    numbers = (h, h // hk, m, n, d, dv, seed.ndim, scale, strength, *dropout_numbers(dropout))
     switches = {
-        "WEIBULL": weibull,
-        "CLEAN": grad_lse is not None,
-        "COLUMNS": grad_columns is not None,
+        "WEIBULL": noise.weibull,
+        "CLEAN": need_clean,
+        "COLUMNS": need_columns,
         "MOMENTS": mu is not None,
         "CAUSAL": causal,
-        "DROPOUT": dropout > 0.0,
+        "DROPOUT": noise.dropout > 0.0,
     }
-
-    def checks(constants: dict) -> bool:
-        return causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
-
-    grad_query, *grad_others = gradients
-    constants = kernel_constants("grad_key", query, value, mask, **switches)
-    launch(
-        backward_kernels.grad_key_kernel, (blocks_of(n, constants["BN"]), b * hk), *tensors, grad_columns, sums,
-        grad_query, *grad_others, *strides, row_stride(sums), *numbers,
-        **constants, CHECK=checks(constants), ONE_PASS=in_one_pass,
+    strides = (
+        *query.strides[:3], *key.strides[:3], *value.strides[:3], *grad.strides[:3],
+        *_optional_strides(mask, mu, (b, h, m, n)),
     )  # fmt: skip
-    if not in_one_pass:
-        constants = kernel_constants("grad_query", query, value, mask, **switches)
-        grid = (blocks_of(m, constants["BM"]), b * h)
-        launch(
-            backward_kernels.grad_query_kernel, grid, *tensors, start, grad_query, *strides, row_stride(start), *numbers,
-            **constants, CHECK=checks(constants),
-        )  # fmt: skip
+    numbers = (h, h // hk, m, n, d, dv, int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout))
+
+    def of(kernel: Any, name: str, rows: int, **more: bool) -> Launch:
+        constants = kernel_constants(name, query, value, mask, **switches)
+        is_checked = causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
+        length, block, heads = (n, constants["BN"], hk) if name == "grad_key" else (m, constants["BM"], h)
+        grid = (blocks_of(length, block), b * heads)
+        return prepared(kernel, grid, *strides, rows, *numbers, **constants, CHECK=is_checked, **more)
+
+    grad_key = of(backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass)
+    return grad_key, None if in_one_pass else of(backward_kernels.grad_query_kernel, "grad_query", rows[1])
 
 
-def kernel_constants(kernel: str, query: Tensor, value: Tensor, mask: Tensor | None, **switches: bool) -> dict:
+def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | None, **switches: bool) -> dict:
     """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
     sizes = (query.shape[-1], value.shape[-1])
-    has_mask = 0 if mask is None else (KEY_MASK if mask.shape[2] == 1 else FULL_MASK).value
-    return _kernel_constants(kernel, sizes, query.dtype, has_mask, tuple(switches.items()))
-
-
-@functools.lru_cache(maxsize=1024)
-def _kernel_constants(
-    kernel: str, sizes: tuple[int, int], dtype: torch.dtype, has_mask: int, switches: tuple[tuple[str, bool], ...]
-) -> dict:
     bd, bdv = map(padded, sizes)
-    is_float = dtype == torch.float32
+    has_mask = 0 if mask is None else (KEY_MASK if mask.shape[2] == 1 else FULL_MASK).value
+    is_float = query.dtype == torch.float32
     # with the clean sum the compiler takes 136 registers, and three blocks share a multiprocessor; 128 do, and four fit
     is_tight = (kernel, max(sizes) <= 64, has_mask, is_float) == ("forward", True, 0, False) and switches == PLAIN_FORWARD
     return {
-        **blocks(kernel, max(sizes), dtype),
-        **dict(switches),
+        **blocks(kernel, max(sizes), query.dtype),
+        **switches,
         "BD": bd,
         "BDV": bdv,
         "HAS_MASK": has_mask,
@@ -194,8 +203,12 @@ def padded(size: int) -> int:
 
 def aligned(x: Tensor) -> Tensor:
     """Return x with contiguous rows that start at multiples of sixteen bytes."""
-    pitches = (stride * x.element_size() % 16 for stride in x.stride()[:-1])
-    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(pitches) else x.contiguous()
+    return x if x.data_ptr() & 15 == 0 and _has_aligned_rows(x.stride(), x.element_size()) else x.contiguous()
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _has_aligned_rows(strides: tuple[int, ...], item_size: int) -> bool:
+    return strides[-1] == 1 and not any(stride * item_size % 16 for stride in strides[:-1])
 
 
 def blocks_of(length: int, block: int) -> int:
@@ -213,8 +226,12 @@ def optional_pointers(mask: Tensor | None, mu: Tensor | None, seed: Tensor) -> t
     return seed if mask is None else mask, seed if mu is None else mu, seed
 
 
-def optional_strides(mask: Tensor | None, mu: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+def _optional_strides(mask: Layout | None, mu: Layout | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
     """Return the strides of mask (b, h, m, n) and μ (b, h); 0 where they broadcast or are absent."""
-    b, h, _, n = shape
-    mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(shape).stride()
-    return (*mask_strides, *((0, 0) if mu is None else mu.expand(b, h, 1, n).stride()[:2]))
+    found = (0, 0, 0, 0) if mask is None else _expanded_strides(mask, shape)
+    return (*found, *((0, 0) if mu is None else _expanded_strides(mu, shape)[:2]))
+
+
+def _expanded_strides(x: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor that is expanded to a shape: 0 where it repeats itself."""
+    return tuple(stride if size == full else 0 for size, stride, full in zip(x.shape, x.strides, shape, strict=True))

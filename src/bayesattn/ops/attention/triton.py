@@ -18,17 +18,20 @@ from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
+    Noise,
     aligned,
     blocks_of,
-    launch_forward,
-    launch_gradients,
+    forward_launch,
+    gradient_launches,
+    layout,
     one_pass,
+    optional_pointers,
     padded,
     row_stride,
 )
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull import is_one_node, weibull_attention
-from bayesattn.ops.launch import launch
+from bayesattn.ops.launch import prepared
 from bayesattn.ops.precision import saturate
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
@@ -104,19 +107,25 @@ def _forward(
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, mu is not None, mu is not None)
     )
     if out.numel():
-        launch_forward(
-            (query, key, value), mask, mu, seed, (out, lse, clean, first, second), weibull, strength, scale, dropout, causal
+        launch = forward_launch(
+            *map(layout, (query, key, value, mask, mu)),
+            Noise(weibull, strength, dropout, seed.ndim > 0),
+            scale,
+            causal,
+            need_lse,
         )
+        launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, clean, first, second)
     columns, sums = lse.new_empty(0), lse.new_empty(0)
     if need_columns:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
         sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query)
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
-            launch(
-                forward_kernels.columns_kernel, (blocks_of(n, 64), b * h), key, sums, columns, *key.stride()[:3],
-                row_stride(sums), h, h // hk, n, d, scale, BN=64, BD=padded(d),
+            launch = prepared(
+                forward_kernels.columns_kernel, (blocks_of(n, 64), b * h), *key.stride()[:3], row_stride(sums), h, h // hk,
+                n, d, scale, BN=64, BD=padded(d),
             )  # fmt: skip
+            launch(key, sums, columns)
     return out, lse, clean, columns, first, second, sums
 
 
@@ -174,17 +183,22 @@ def _backward(
     if not (b and m):
         return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
-    launch(
-        backward_kernels.prepare_kernel, (blocks_of(m, 64), b * h),
-        out, grad, delta, start, grad_query, m, d, dv, h, *grad.stride()[:3],
-        row_stride(start), scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
+    launch = prepared(
+        backward_kernels.prepare_kernel, (blocks_of(m, 64), b * h), m, d, dv, h, *grad.stride()[:3], row_stride(start),
+        scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
     )  # fmt: skip
+    launch(out, grad, delta, start, grad_query)
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
-    launch_gradients(
-        (query, key, value), mask, mu, seed, (grad, lse, clean, delta, *rows), grad_columns, sums, start,
-        (grad_query, grad_key, grad_value, grad_mu), weibull, strength, scale, dropout, causal, in_one_pass,
+    first, second = gradient_launches(
+        *map(layout, (query, key, value, mask, mu, grad)), (row_stride(sums), row_stride(start)),
+        Noise(weibull, strength, dropout, seed.ndim > 0), scale, causal, grad_lse is not None, grad_columns is not None,
+        in_one_pass,
     )  # fmt: skip
+    read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
+    first(*read, grad_columns, sums, grad_query, grad_key, grad_value, grad_mu)
+    if second is not None:
+        second(*read, start, grad_query)
     return saturate(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
 

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.launch import launch
+from bayesattn.ops.launch import prepared
 from bayesattn.ops.lstm import kernels
 
 BLOCK = 512
@@ -37,10 +37,11 @@ class _LSTMCell(torch.autograd.Function):
         gates, cell = gates.contiguous(), cell.contiguous()
         hidden, new_cell = torch.empty_like(cell, dtype=gates.dtype), torch.empty_like(cell)
         flat, stride = _rows(given, gates)
-        launch(
-            kernels.lstm_cell_kernel, _blocks(cell.numel()), gates, flat, cell, hidden, new_cell, stride,
-            cell.shape[-1], cell.numel(), HAS_GIVEN=given is not None, BLOCK=BLOCK,
+        launch = prepared(
+            kernels.lstm_cell_kernel, _blocks(cell.numel()), stride, cell.shape[-1], cell.numel(),
+            HAS_GIVEN=given is not None, BLOCK=BLOCK,
         )  # fmt: skip
+        launch(gates, flat, cell, hidden, new_cell)
         ctx.save_for_backward(gates, cell, given)
         ctx.set_materialize_grads(False)
         return hidden, new_cell
@@ -52,9 +53,9 @@ class _LSTMCell(torch.autograd.Function):
         grad_gates, grad_cell = torch.empty_like(gates), torch.empty_like(cell)
         flat, stride = _rows(given, gates)
         found = [None if grad is None else grad.contiguous() for grad in (grad_hidden, grad_new_cell)]
-        launch(
-            kernels.lstm_cell_grad_kernel, _blocks(cell.numel()), gates, flat, cell,
-            *(cell if grad is None else grad for grad in found), grad_gates, grad_cell, stride, cell.shape[-1], cell.numel(),
+        launch = prepared(
+            kernels.lstm_cell_grad_kernel, _blocks(cell.numel()), stride, cell.shape[-1], cell.numel(),
             HAS_GIVEN=given is not None, HAS_HIDDEN=found[0] is not None, HAS_CELL=found[1] is not None, BLOCK=BLOCK,
         )  # fmt: skip
+        launch(gates, flat, cell, *(cell if grad is None else grad for grad in found), grad_gates, grad_cell)
         return grad_gates, grad_cell, None if given is None else grad_gates.to(given.dtype)

@@ -1,12 +1,14 @@
 """The contextual prior as one autograd node over the kernels."""
 
+import functools
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.attention.launch import aligned, blocks_of, padded
-from bayesattn.ops.launch import launch
+from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, layout, padded
+from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
@@ -24,32 +26,55 @@ def log_prior(
     return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid)
 
 
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None) -> tuple[Launch, Launch]:
+    """Return the launches of the logits and of their log-softmax; `valid`: its strides over examples and heads."""
+    b, h, n, d = key.shape
+    logits = prepared(
+        kernels.prior_logits_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], h, networks, n, d, hidden,
+        **_tiles(d, hidden),
+    )  # fmt: skip
+    softmax = prepared(
+        kernels.prior_softmax_kernel, (b * h,), *(valid or (0, 0)), h, n, HAS_VALID=valid is not None, BLOCK=BLOCK
+    )
+    return logits, softmax
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _backward_launch(
+    key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None, grad: tuple[int, ...], need_key: bool
+) -> Launch:
+    """Return the launch of all gradients; `grad`: the strides of ln Ψ's."""
+    b, h, n, d = key.shape
+    return prepared(
+        kernels.prior_grad_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], *(valid or (0, 0)),
+        grad[0], grad[1], grad[3], h, networks, n, d, hidden,
+        **_tiles(d, hidden), BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
+    )  # fmt: skip
+
+
 def _tiles(d: int, hidden: int) -> dict[str, int]:
     return {"BD": padded(d), "BH": padded(hidden), "BN": BLOCK_KEYS}
 
 
-def _strides(valid: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if valid is None else valid.stride()[:2]
+def _strides(valid: Tensor | None) -> tuple[int, int] | None:
+    return None if valid is None else (valid.stride(0), valid.stride(1))
 
 
 class _LogPrior(torch.autograd.Function):
     @staticmethod
     def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, valid):
         key = aligned(key)
-        (b, h, n, d), (networks, _, hidden) = key.shape, weight_in.shape
+        (b, h, n, _), (networks, _, hidden) = key.shape, weight_in.shape
         weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
         logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
         out = torch.empty_like(logits)
         valid = None if valid is None else valid.expand(b, h, n)
         if valid is not None and valid.stride(-1) != 1:
             valid = valid.contiguous()
-        grid = (blocks_of(n, BLOCK_KEYS), b * h)
-        sizes = (h, networks, n, d, hidden)
-        launch(kernels.prior_logits_kernel, grid, key, *weights, logits, *key.stride()[:3], *sizes, **_tiles(d, hidden))
-        launch(
-            kernels.prior_softmax_kernel, (b * h,), logits, logits if valid is None else valid, out, *_strides(valid), h, n,
-            HAS_VALID=valid is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+        compute, normalise = _forward_launches(layout(key), networks, hidden, _strides(valid))
+        compute(key, *weights, logits)
+        normalise(logits, logits if valid is None else valid, out)
         ctx.save_for_backward(key, *weights, valid, out)
         return out
 
@@ -57,17 +82,15 @@ class _LogPrior(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         key, weight_in, bias_in, weight_out, bias_out, valid, out = ctx.saved_tensors
-        (b, h, n, d), (networks, _, hidden) = key.shape, weight_in.shape
-        grad_key = torch.empty((b, h, n, d), dtype=key.dtype, device=key.device) if ctx.needs_input_grad[0] else None
+        networks, _, hidden = weight_in.shape
+        grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
         # one buffer of zeros for all sums; the output bias cancels in the softmax, so its gradient is 0
         sizes = [weight.numel() for weight in (weight_in, bias_in, weight_out, bias_out)]
         sums = torch.zeros(sum(sizes), dtype=torch.float32, device=key.device).split(sizes)
+        launch = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
         launch(
-            kernels.prior_grad_kernel, (blocks_of(n, BLOCK_KEYS), b * h),
             key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad,
-            key if grad_key is None else grad_key, *sums[:3], *key.stride()[:3], *_strides(valid),
-            grad.stride(0), grad.stride(1), grad.stride(3), h, networks, n, d, hidden,
-            **_tiles(d, hidden), BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=grad_key is not None,
+            key if grad_key is None else grad_key, *sums[:3],
         )  # fmt: skip
         weights = (weight_in, bias_in, weight_out, bias_out)
         return grad_key, *(total.view(weight.shape).to(weight.dtype) for total, weight in zip(sums, weights)), None

@@ -16,7 +16,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
 from bayesattn.ops.attention.launch import blocks_of
-from bayesattn.ops.launch import launch
+from bayesattn.ops.launch import prepared
 from bayesattn.ops.segment import kernels
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.launch import kernel_constants, runs
@@ -140,12 +140,10 @@ def _forward(
     )
     if out.numel():
         constants = kernel_constants(value, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=need_moments, KIND=kind)
-        launch(
-            kernels.edge_forward_kernel, (num_runs, blocks_of(h, constants["HB"])),
-            scores, value, scores if prior is None else prior, seed, source, numbers, begin,
-            out, lse, clean, first, second, h, d, strength, constant,
-            **constants,
-        )  # fmt: skip
+        grid = (num_runs, blocks_of(h, constants["HB"]))
+        launch = prepared(kernels.edge_forward_kernel, grid, h, d, strength, constant, **constants)
+        read = (scores, value, scores if prior is None else prior, seed, source, numbers, begin)
+        launch(*read, out, lse, clean, first, second)
     if nodes is not None:
         rows = _merge(lse, nodes, num_targets)
         out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
@@ -238,12 +236,10 @@ def _backward(
     if grad_value.numel():
         switches = {"CLEAN": grad_lse is not None, "MOMENTS": grad_first is not None}
         constants = kernel_constants(value, WEIBULL=weibull, **switches, KIND=kind)
-        launch(
-            kernels.edge_backward_kernel, (num_runs, blocks_of(h, constants["HB"])),
-            scores, value, scores if prior is None else prior, seed, target, numbers, by_source,
-            owners, begin, grad, lse, clean, delta, *rows, grad_scores, grad_value, grad_prior, h, d, strength, constant,
-            **constants,
-        )  # fmt: skip
+        grid = (num_runs, blocks_of(h, constants["HB"]))
+        launch = prepared(kernels.edge_backward_kernel, grid, h, d, strength, constant, **constants)
+        read = (scores, value, scores if prior is None else prior, seed, target, numbers, by_source, owners, begin)
+        launch(*read, grad, lse, clean, delta, *rows, grad_scores, grad_value, grad_prior)
     if kind == PER_SOURCE:
         grad_prior = _add_runs(grad_prior, nodes, n)
     return grad_scores, _add_runs(grad_value, nodes, n).to(value.dtype), grad_prior
