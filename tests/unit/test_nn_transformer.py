@@ -8,7 +8,7 @@ from torch import nn
 
 import bayesattn as ba
 from bayesattn import functional, record_kl, sampling
-from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, multihead
 
 # torch's fused path takes only an even number of heads
 DIM, HEADS, BATCH, LENGTH, MEMORY = 12, 4, 2, 5, 7
@@ -182,6 +182,22 @@ def test_masks_that_torchs_encoder_turns_into_numbers_take_the_fused_backend(mon
         torch.manual_seed(5)
         results.append(attention(X, X, X, key_padding_mask=padding, need_weights=False)[0])
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("mask", ["padding", "future"])
+def test_boolean_masks_of_our_layer_take_the_fused_backend_where_nobody_can_look_at_numbers(monkeypatch, mask, norm_first):
+    """As in a recording of CUDA launches."""
+    monkeypatch.setattr(multihead, "look_once", lambda *_: None)
+    layer, taken = _encoder_layer(QUIET, norm_first=norm_first), _backends(monkeypatch)
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    given = {"src_key_padding_mask": _padding()} if mask == "padding" else {"src_mask": future}
+    output = layer(X, **given)
+    # torch's own forward pass, with numbers
+    numbers = nn.TransformerEncoderLayer.forward(layer, X, **given)
+    assert taken == ["blocked", "reference"]
+    # float32 of the same products in another order
+    torch.testing.assert_close(output, numbers, rtol=1e-4, atol=1e-5)
 
 
 def test_numbers_that_add_something_are_added(monkeypatch):

@@ -51,15 +51,15 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
     def _qkv_same_embed_dim(self) -> bool:
         # stock encoder layers look here before they take a fused path, in eval mode only, that never calls this module
         is_under_construction = "config" not in self.__dict__
-        return self.__dict__["_same_embed_dim"] and (is_under_construction or self.training or not self._is_own_path)
+        return self.__dict__["_same_embed_dim"] and (is_under_construction or self.training or not self.is_own_path)
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
         self.__dict__["_same_embed_dim"] = value
 
     @property
-    def _is_own_path(self) -> bool:
-        # what torch's module cannot do: draw weights, compute a KL, drop weights in eval mode
+    def is_own_path(self) -> bool:
+        """Whether a call now does what torch's module cannot: draw weights, compute a KL, drop weights in eval mode."""
         return self.is_sampling or self.needs_kl or (self.drops_in_eval and self.dropout > 0.0)
 
     def forward(
@@ -74,7 +74,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with torch's arguments and results."""
-        if not self._is_own_path:
+        if not self.is_own_path:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )

@@ -1,6 +1,6 @@
 """Transformer layers whose attention is sampled: torch's layers with the attention exchanged, nothing else."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.nn.multihead import MultiheadAttention
@@ -31,9 +31,32 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     without sampling that path is taken as usual. Arguments as in torch, and `config`.
     """
 
+    self_attn: MultiheadAttention  # type: ignore[assignment]
+
     def __init__(self, *args, config: AttentionConfig, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         _exchange(self, ("self_attn",), config)
+
+    def forward(
+        self,
+        src: Tensor,  # a nested tensor has no shape to check
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Return the layer's output, with torch's arguments.
+
+        Torch's layer turns boolean masks into numbers first. Here they reach the attention as they are: the fused backends
+        take no numbers, and inside a recording of CUDA launches nobody can look whether they only forbid.
+        """
+        if not self.self_attn.is_own_path:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        masks = (src_mask, src_key_padding_mask)
+        if self.norm_first:
+            src = src + self._sa_block(self.norm1(src), *masks, is_causal=is_causal)
+            return src + self._ff_block(self.norm2(src))
+        src = self.norm1(src + self._sa_block(src, *masks, is_causal=is_causal))
+        return self.norm2(src + self._ff_block(src))
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
