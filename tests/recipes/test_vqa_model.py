@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from bayesattn import record_kl
+from bayesattn import functional, record_kl
 from bayesattn.config import AttentionConfig
+from bayesattn.nn import multihead
 from bayesattn.predict import sampling
 from bayesattn.recipes.vqa.attend import attention_maps
 from bayesattn.recipes.vqa.model import MCAN, MCANSize
@@ -185,3 +186,12 @@ def test_learning_rate_follows_the_papers_schedule():
 def test_impossible_sizes_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         MCANSize(**settings)
+
+
+def test_every_map_takes_the_fused_backend_where_nobody_can_look_at_numbers(inputs, monkeypatch):
+    """As in a recording of CUDA launches, which is how a step's cost is measured."""
+    taken, choose = [], functional._choose
+    monkeypatch.setattr(functional, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
+    monkeypatch.setattr(multihead, "look_once", lambda *_: None)
+    small_model("BAM-WC").train()(**inputs)
+    assert taken == ["blocked"] * 3 * SMALL.num_layers
