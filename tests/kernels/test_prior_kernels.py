@@ -56,6 +56,16 @@ def test_equals_the_plain_network_with_all_gradients(shape, per_head):
     compare(*both(shape, per_head=per_head))
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_program_of_the_backward_pass_may_have_many_blocks(per_head, monkeypatch):
+    from bayesattn.ops.prior import triton as prior_ops
+
+    monkeypatch.setattr(prior_ops, "PROGRAMS", 5)
+    prior_ops._backward_launch.cache_clear()  # it has looked at the number
+    compare(*both((3, 2, 131, 24), per_head=per_head))
+    prior_ops._backward_launch.cache_clear()
+
+
 def test_masked_keys_get_minus_infinity_and_an_example_without_keys_zeros():
     valid = torch.rand(3, 1, 41, device=DEVICE) > 0.4
     valid[1] = False

@@ -104,14 +104,17 @@ def test_equal_arguments_find_the_same_launch_and_other_types_another(kernel):
 
 
 def test_a_profiler_that_listens_hears_of_every_launch(kernel):
-    x, heard = torch.zeros(64), []
+    def listen(metadata):
+        raise AssertionError("the fake kernel calls no hooks")
+
+    x = torch.zeros(64)
     launch(kernel, x, 37)
     launch(kernel, x, 37)
     assert kernel.observed == 0
     hooks = launcher.knobs.runtime.launch_enter_hook
-    hooks.add(heard.append)
+    hooks.add(listen)
     try:
         launch(kernel, x, 37)
     finally:
-        hooks.remove(heard.append)
+        hooks.remove(listen)
     assert (kernel.compilations, kernel.observed, len(kernel.launches)) == (1, 1, 2)

@@ -69,7 +69,7 @@ class Launch:
                 _COMPILED[key] = self.kernel[self.grid](*pointers, *self.numbers, **self.constants)
                 return
             self._found[facts] = compiled
-        stream = driver.active.get_current_stream(index)
+        stream = driver.active.get_current_stream(index)  # type: ignore[attr-defined]  (every GPU's driver has it)
         if _is_observed():
             compiled[self.grid](*pointers, *self._rest, stream=stream)
         else:

@@ -94,7 +94,7 @@ class _Problem(NamedTuple):
         return Layout((b, 1, 1, n), (n, n, n, 1), torch.bool) if self.has_valid else None
 
     @property
-    def strides(self) -> tuple[int, int, int]:
+    def strides(self) -> tuple[int, ...]:
         """Of ln Ψ over examples and heads, of the mask over examples."""
         return (*((0, 0) if self.prior is None else self.prior.strides[:2]), self.key.shape[2] if self.has_valid else 0)
 
@@ -162,7 +162,8 @@ class _WeibullAttention(torch.autograd.Function):
         valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
         prior = None if log_prior is None else log_prior.expand(b, h, 1, n)
         prior = prior if prior is None or prior.stride(-1) == 1 else prior.contiguous()
-        problem = _Problem(*map(layout, (query, key, value, prior)), valid is not None, config, noise, scale)
+        layouts = layout(query), layout(key), layout(value), layout(prior)
+        problem = _Problem(*layouts, valid is not None, config, noise, scale)
         attend, divergence = _forward_launches(problem)
         out = query.new_empty((b, h, m, dv))
         lse, clean = query.new_empty((2, b, h, m), dtype=torch.float32).unbind()

@@ -8,13 +8,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _hidden(K, W1, B1, rn, rd, rh, stride_kn, N, D, HIDDEN, BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr):
-    """Return a block of keys, the first matrix and W₁ᵀ k_j + b₁ before the ReLU; all 0 outside of their sizes."""
+def _network(W1, B1, W2, network, rd, rh, D, HIDDEN):
+    """Return W₁, b₁ and w₂ of a network in float32; 0 outside of their sizes."""
+    inside = (rd < D)[:, None] & (rh < HIDDEN)[None, :]
+    w1 = tl.load(W1 + network * D * HIDDEN + rd[:, None] * HIDDEN + rh[None, :], mask=inside, other=0.0)
+    b1 = tl.load(B1 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0)
+    w2 = tl.load(W2 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0)
+    return w1.to(tl.float32), b1.to(tl.float32), w2.to(tl.float32)
+
+
+@triton.jit
+def _keys(keys, rn, rd, stride_kn, N, D):
+    """Return a block of keys in float32; 0 outside of its sizes."""
     inside = (rn < N)[:, None] & (rd < D)[None, :]
-    k = tl.load(K + rn[:, None] * stride_kn + rd[None, :], mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(W1 + rd[:, None] * HIDDEN + rh[None, :], mask=(rd < D)[:, None] & (rh < HIDDEN)[None, :], other=0.0)
-    b1 = tl.load(B1 + rh, mask=rh < HIDDEN, other=0.0).to(tl.float32)
-    return k, w1.to(tl.float32), tl.dot(k, w1.to(tl.float32), input_precision="ieee") + b1[None, :]
+    return tl.load(keys + rn[:, None] * stride_kn + rd[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -26,11 +33,9 @@ def prior_logits_kernel(
     bh = tl.program_id(1)
     batch, head, network = (bh // H).to(tl.int64), (bh % H).to(tl.int64), (bh % H) % NETWORKS
     rn, rd, rh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
-    _, _, hidden = _hidden(  # type: ignore[misc]  (the type of a jitted call is not known)
-        K + batch * stride_kb + head * stride_kh, W1 + network * D * HIDDEN, B1 + network * HIDDEN,
-        rn, rd, rh, stride_kn, N, D, HIDDEN, BN, BD, BH,
-    )  # fmt: skip
-    w2 = tl.load(W2 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0).to(tl.float32)
+    w1, b1, w2 = _network(W1, B1, W2, network, rd, rh, D, HIDDEN)  # type: ignore[misc]  (a jitted call's type is not known)
+    k = _keys(K + batch * stride_kb + head * stride_kh, rn, rd, stride_kn, N, D)
+    hidden = tl.dot(k, w1, input_precision="ieee") + b1[None, :]
     logits = tl.sum(tl.maximum(hidden, 0.0) * w2[None, :], 1) + tl.load(B2 + network).to(tl.float32)
     tl.store(LOGITS + bh.to(tl.int64) * N + rn, logits, mask=rn < N)
 
@@ -69,42 +74,52 @@ def prior_softmax_kernel(LOGITS, VALID, OUT, stride_vb, stride_vh, H, N, HAS_VAL
 
 @triton.jit
 def prior_grad_kernel(
-    K, W1, B1, W2, VALID, OUT, GRAD, GRAD_K, GRAD_W1, GRAD_B1, GRAD_W2,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_gb, stride_gh, stride_gn, H, NETWORKS, N, D, HIDDEN,
+    K, W1, B1, W2, VALID, OUT, GRAD, GRAD_K, SUMS,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_gb, stride_gh, stride_gn,
+    H, NETWORKS, N, D, HIDDEN, ITEMS, stride_sum,
     BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, HAS_VALID: tl.constexpr,
     NEED_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of keys: dk_j written, those of the network added to what other blocks give."""
-    bh = tl.program_id(1)
-    batch, head, network = (bh // H).to(tl.int64), (bh % H).to(tl.int64), (bh % H) % NETWORKS
-    row = bh.to(tl.int64) * N
-    grads, valid = GRAD + batch * stride_gb + head * stride_gh, VALID + batch * stride_vb + head * stride_vh
-    # d logit_j = d ln Ψ_j − Ψ_j Σ d ln Ψ over the valid keys
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, N, BLOCK):
-        r = start + tl.arange(0, BLOCK)
-        sums += tl.load(grads + r * stride_gn, mask=_used(valid, r, N, HAS_VALID), other=0.0)
-    total = tl.sum(sums, 0)
-    rn, rd, rh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
-    used = _used(valid, rn, N, HAS_VALID)
-    grad = tl.load(grads + rn * stride_gn, mask=used, other=0.0)
-    grad = tl.where(used, grad - tl.exp(tl.load(OUT + row + rn, mask=used, other=0.0)) * total, 0.0)
-    k, w1, hidden = _hidden(
-        K + batch * stride_kb + head * stride_kh, W1 + network * D * HIDDEN, B1 + network * HIDDEN,
-        rn, rd, rh, stride_kn, N, D, HIDDEN, BN, BD, BH,
-    )  # fmt: skip
-    w2 = tl.load(W2 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0).to(tl.float32)
-    grad_hidden = tl.where(hidden > 0.0, grad[:, None] * w2[None, :], 0.0)
-    in_hidden = rh < HIDDEN
-    tl.atomic_add(
-        GRAD_W1 + network * D * HIDDEN + rd[:, None] * HIDDEN + rh[None, :],
-        tl.dot(tl.trans(k), grad_hidden, input_precision="ieee"),
-        mask=(rd < D)[:, None] & in_hidden[None, :], sem="relaxed",
-    )  # fmt: skip
-    tl.atomic_add(GRAD_B1 + network * HIDDEN + rh, tl.sum(grad_hidden, 0), mask=in_hidden, sem="relaxed")
-    grad_w2 = tl.sum(tl.maximum(hidden, 0.0) * grad[:, None], 0)
-    tl.atomic_add(GRAD_W2 + network * HIDDEN + rh, grad_w2, mask=in_hidden, sem="relaxed")
-    if NEED_KEY:
-        grad_key = tl.dot(grad_hidden, tl.trans(w1), input_precision="ieee")
-        pointers = GRAD_K + (row + rn)[:, None] * D + rd[None, :]
-        tl.store(pointers, grad_key.to(GRAD_K.dtype.element_ty), mask=(rn < N)[:, None] & (rd < D)[None, :])
+    """Gradients of every so-many-th block of a network's keys: dk_j, and a row of sums for W₁, b₁, w₂ and b₂.
+
+    Few programs with many blocks each, because a program's sums meet those of the others in memory.
+    """
+    network = tl.program_id(1)
+    rd, rh = tl.arange(0, BD), tl.arange(0, BH)
+    w1, b1, w2 = _network(W1, B1, W2, network, rd, rh, D, HIDDEN)  # type: ignore[misc]
+    grad_w1 = tl.zeros([BD, BH], tl.float32)
+    grad_b1, grad_w2 = tl.zeros([BH], tl.float32), tl.zeros([BH], tl.float32)
+    heads, blocks = H // NETWORKS, tl.cdiv(N, BN)
+    for item in range(tl.program_id(0), ITEMS, tl.num_programs(0)):
+        example = item // blocks
+        batch, head = (example // heads).to(tl.int64), ((example % heads) * NETWORKS + network).to(tl.int64)
+        row = (batch * H + head) * N
+        grads, valid = GRAD + batch * stride_gb + head * stride_gh, VALID + batch * stride_vb + head * stride_vh
+        # d logit_j = d ln Ψ_j − Ψ_j Σ d ln Ψ over the valid keys
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            r = start + tl.arange(0, BLOCK)
+            sums += tl.load(grads + r * stride_gn, mask=_used(valid, r, N, HAS_VALID), other=0.0)
+        total = tl.sum(sums, 0)
+        rn = (item % blocks) * BN + tl.arange(0, BN)
+        used = _used(valid, rn, N, HAS_VALID)
+        grad = tl.load(grads + rn * stride_gn, mask=used, other=0.0)
+        grad = tl.where(used, grad - tl.exp(tl.load(OUT + row + rn, mask=used, other=0.0)) * total, 0.0)
+        k = _keys(K + batch * stride_kb + head * stride_kh, rn, rd, stride_kn, N, D)
+        hidden = tl.dot(k, w1, input_precision="ieee") + b1[None, :]
+        grad_hidden = tl.where(hidden > 0.0, grad[:, None] * w2[None, :], 0.0)
+        grad_w1 += tl.dot(tl.trans(k), grad_hidden, input_precision="ieee")
+        grad_b1 += tl.sum(grad_hidden, 0)
+        grad_w2 += tl.sum(tl.maximum(hidden, 0.0) * grad[:, None], 0)
+        if NEED_KEY:
+            grad_key = tl.dot(grad_hidden, tl.trans(w1), input_precision="ieee")
+            pointers = GRAD_K + (row + rn)[:, None] * D + rd[None, :]
+            tl.store(pointers, grad_key.to(GRAD_K.dtype.element_ty), mask=(rn < N)[:, None] & (rd < D)[None, :])
+    # a row: W₁ of all networks, then b₁, w₂, and b₂, which cancels in the softmax
+    place, in_hidden = SUMS + tl.program_id(0) * stride_sum, rh < HIDDEN
+    matrix = place + network * D * HIDDEN + rd[:, None] * HIDDEN + rh[None, :]
+    tl.store(matrix, grad_w1, mask=(rd < D)[:, None] & in_hidden[None, :])
+    vectors = place + NETWORKS * D * HIDDEN
+    tl.store(vectors + network * HIDDEN + rh, grad_b1, mask=in_hidden)
+    tl.store(vectors + (NETWORKS + network) * HIDDEN + rh, grad_w2, mask=in_hidden)
+    tl.store(vectors + 2 * NETWORKS * HIDDEN + network, 0.0)

@@ -12,6 +12,10 @@ from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
+# of the backward pass, which also holds its sums in registers
+GRAD_KEYS = 32
+# programs of the backward pass: four for each multiprocessor of a large GPU
+PROGRAMS = 512
 
 
 def log_prior(
@@ -32,7 +36,7 @@ def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int,
     b, h, n, d = key.shape
     logits = prepared(
         kernels.prior_logits_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], h, networks, n, d, hidden,
-        **_tiles(d, hidden),
+        **_tiles(d, hidden), BN=BLOCK_KEYS,
     )  # fmt: skip
     softmax = prepared(
         kernels.prior_softmax_kernel, (b * h,), *(valid or (0, 0)), h, n, HAS_VALID=valid is not None, BLOCK=BLOCK
@@ -43,18 +47,21 @@ def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int,
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _backward_launch(
     key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None, grad: tuple[int, ...], need_key: bool
-) -> Launch:
-    """Return the launch of all gradients; `grad`: the strides of ln Ψ's."""
+) -> tuple[Launch, tuple[int, int]]:
+    """Return the launch of all gradients, and rows and columns of the sums it fills; `grad`: the strides of ln Ψ's."""
     b, h, n, d = key.shape
-    return prepared(
-        kernels.prior_grad_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], *(valid or (0, 0)),
-        grad[0], grad[1], grad[3], h, networks, n, d, hidden,
-        **_tiles(d, hidden), BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
+    items = b * (h // networks) * blocks_of(n, GRAD_KEYS)
+    rows, columns = min(items, blocks_of(PROGRAMS, networks)), networks * (d * hidden + 2 * hidden + 1)
+    launch = prepared(
+        kernels.prior_grad_kernel, (rows, networks), *key.strides[:3], *(valid or (0, 0)), grad[0], grad[1], grad[3],
+        h, networks, n, d, hidden, items, columns,
+        **_tiles(d, hidden), BN=GRAD_KEYS, BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
     )  # fmt: skip
+    return launch, (rows, columns)
 
 
 def _tiles(d: int, hidden: int) -> dict[str, int]:
-    return {"BD": padded(d), "BH": padded(hidden), "BN": BLOCK_KEYS}
+    return {"BD": padded(d), "BH": padded(hidden)}
 
 
 def _strides(valid: Tensor | None) -> tuple[int, int] | None:
@@ -84,13 +91,12 @@ class _LogPrior(torch.autograd.Function):
         key, weight_in, bias_in, weight_out, bias_out, valid, out = ctx.saved_tensors
         networks, _, hidden = weight_in.shape
         grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
-        # one buffer of zeros for all sums; the output bias cancels in the softmax, so its gradient is 0
-        sizes = [weight.numel() for weight in (weight_in, bias_in, weight_out, bias_out)]
-        sums = torch.zeros(sum(sizes), dtype=torch.float32, device=key.device).split(sizes)
-        launch = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
+        launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
+        sums = out.new_empty(shape)
         launch(
             key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad,
-            key if grad_key is None else grad_key, *sums[:3],
+            key if grad_key is None else grad_key, sums,
         )  # fmt: skip
         weights = (weight_in, bias_in, weight_out, bias_out)
-        return grad_key, *(total.view(weight.shape).to(weight.dtype) for total, weight in zip(sums, weights)), None
+        totals = sums.sum(dim=0).split([weight.numel() for weight in weights])
+        return grad_key, *(total.view(weight.shape).to(weight.dtype) for total, weight in zip(totals, weights)), None
