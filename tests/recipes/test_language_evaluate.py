@@ -8,7 +8,8 @@ import pytest
 import torch
 from language_files import GLUE, call, trained, write_glue, write_squad
 
-from bayesattn.recipes.language import serve, shifts
+from bayesattn.metrics import aurc, expected_calibration_error
+from bayesattn.recipes.language import serve, shifts, spans
 from bayesattn.recipes.language.data import Example
 from bayesattn.recipes.language.evaluate import measure_run, predict_run
 from bayesattn.recipes.language.metrics import f1, pearson
@@ -182,9 +183,34 @@ def test_answers_are_measured_by_exact_match_and_f1(squad_runs):
     assert {"exact_match", "nll", "ece", "aurc"} <= values["metrics"].keys()
 
 
+def test_right_answer_has_the_same_class_whatever_the_way_to_predict(squad_runs, monkeypatch):
+    question = shifts.Question("q", "Which colour?", "red or blue", (("blue", 7),), "T")
+    ranked = {"mean": ["red", "blue", "x", "y", "z"], "attention": ["blue", "red", "x", "y", "z"]}
+    shares = torch.tensor([[0.5, 0.2, 0.1, 0.05, 0.05, 0.1]])
+    monkeypatch.setattr(Predictor, "answers", lambda self, split, method, *_: [spans.Answer(ranked[method], shares, 0.0)])
+    run = load_run(squad_runs[0]["squad1"])
+    splits = {"validation": Split([], questions=[question])}
+    predictions, answers = predictor(run).predict(splits, methods=list(ranked), num_samples=2)
+    found = predictions.splits["validation"]
+    assert found.labels.tolist() == [1]
+    assert {method: round(float(draws[0, 0, 1]), 6) for method, draws in found.samples.items()} == {
+        "mean": 0.2, "attention": 0.5,
+    }  # fmt: skip
+    assert [answers["validation"][method][0]["is_right"] for method in ranked] == [False, True]
+
+
+def test_calibration_of_answers_is_that_of_the_answers_given(squad_runs):
+    values = squad_runs[1]["squad1"]["methods"]["attention"]["splits"]["test"]["metrics"]
+    records = json.loads((squad_runs[0]["squad1"] / "answers.json").read_text())["splits"]["test"]["attention"]
+    confidence, right = (torch.tensor([float(r[name]) for r in records]).double() for name in ("confidence", "is_right"))
+    assert values["answer_aurc"]["value"] == pytest.approx(float(aurc(confidence, right)))
+    assert values["answer_ece"]["value"] == pytest.approx(float(expected_calibration_error(confidence, right)))
+
+
 def test_unanswerable_questions_are_out_of_distribution_for_squad_1(squad_runs):
     splits = squad_runs[1]["squad1"]["methods"]["attention"]["splits"]
-    assert "ood_auroc_entropy" in splits["unanswerable"]["metrics"]
+    scores = {"ood_auroc_entropy", "ood_auroc_mutual_information", "ood_auroc_answer", "ood_auroc_null_score"}
+    assert scores <= splits["unanswerable"]["metrics"].keys()
     # one of two questions in each of seven articles
     assert splits["unanswerable"]["num_examples"] == 7
     assert "exact_match" not in splits["unanswerable"]["metrics"]

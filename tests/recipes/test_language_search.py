@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from language_files import sentiment_data
+from language_files import GLUE, sentiment_data, write_glue, write_squad
 from rich.console import Console
 
 from bayesattn.recipes._tables import write_cell
@@ -90,10 +90,31 @@ def test_lowest_nll_among_the_accurate_is_chosen(tmp_path):
     assert len(rows) == 3
 
 
+@pytest.mark.parametrize("task", ["stsb", "squad1"])
+def test_scores_and_answers_are_searched_by_their_own_measures(task, tmp_path):
+    write_glue(tmp_path / "data", {**GLUE, "STS-B/train.tsv": GLUE["STS-B/train.tsv"] + scores(7)})
+    write_squad(tmp_path / "data")
+    rows = search(
+        [task], ["BAM-LF"], num_seeds=1, data=tmp_path / "data", out=tmp_path, console=Console(file=io.StringIO()),
+        settings=["encoder=tiny", "training.steps=2", "max_length=64"], grid={"attention.sigma_q": ["0.5", "2"]},
+    )  # fmt: skip
+    assert {row["settings"] for row in rows} == {"attention.sigma_q=0.5", "attention.sigma_q=2"}
+    assert sum(row["chosen"] for row in rows) == 1
+    quality = "pearson" if task == "stsb" else "exact_match"
+    best = max(row[quality] for row in rows)
+    assert all(row[quality] >= best - TOLERANCE for row in rows if row["chosen"])
+    heading = {"stsb": "| Pearson % | RMSE |", "squad1": "| EM % | NLL |"}[task]
+    assert heading in (tmp_path / "search.md").read_text()
+
+
+def scores(count):
+    return "".join(f"{i}\tg\tf\t2012\t{i}\tn\tn\tMan {i}.\tDog {i}.\t{i % 5}.5\n" for i in range(count))
+
+
 @pytest.mark.parametrize(
     ("tasks", "variants", "message"),
     [
-        (["stsb"], ["soft"], r"tasks has \['stsb'\]; allowed: tasks of class"),
+        (["stsb", "rte"], ["soft"], r"tasks has \['stsb', 'rte'\] of the kinds .*; allowed: tasks of one kind"),
         (["rte"], ["hard"], r"variants has \['hard'\]"),
     ],
 )

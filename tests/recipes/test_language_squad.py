@@ -152,6 +152,17 @@ def test_right_class_is_the_candidate_that_matches_after_normalisation():
     assert right_class(make_question(text="heavy"), found, allows_none=True) == 6
 
 
+def test_ways_to_predict_share_their_labels():
+    # of two draws, three questions and four classes, the last of them "another answer"
+    drawn = torch.arange(24.0).reshape(2, 3, 4)
+    own, common = torch.tensor([2, 1, 3]), torch.tensor([0, 1, 2])
+    renamed = spans.exchange(drawn, own, common)
+    rows = torch.arange(3)
+    torch.testing.assert_close(renamed[:, rows, common], drawn[:, rows, own])
+    torch.testing.assert_close(renamed[:, 1], drawn[:, 1])
+    torch.testing.assert_close(renamed.sort(dim=2).values, drawn)
+
+
 @pytest.mark.skipif(shared_data() is None, reason="the shared data folder is not there")
 @pytest.mark.parametrize(("name", "articles", "questions"), [("squad1", 48, 10_570), ("squad2", 35, 11_873)])
 def test_shared_files_are_whole(name, articles, questions):

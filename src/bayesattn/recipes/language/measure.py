@@ -1,13 +1,14 @@
 """Measure the predictions of a run as GLUE and SQuAD do, and as classifiers are measured everywhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn.metrics import bootstrap_statistic
+from bayesattn.metrics import aurc, auroc, bootstrap_statistic, expected_calibration_error
 from bayesattn.recipes.language import metrics
 from bayesattn.recipes.language.predictor import Answers
 from bayesattn.recipes.language.prepare import allows_none
@@ -36,13 +37,19 @@ def write_answers(folder: Path, answers: Answers) -> None:
     write_json(folder / ANSWERS_FILE, {"schema": ANSWERS_SCHEMA, "splits": answers})
 
 
+def read_answers(folder: Path) -> Answers:
+    """Read them back."""
+    return read_json(folder / ANSWERS_FILE, ANSWERS_SCHEMA)["splits"]
+
+
 def measure_run(
     folder: Path, *, num_resamples: int = 1000, on_progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> dict[str, Any]:
     """Measure the predictions of a run, write `metrics.json` and return what it holds.
 
     Classification gets every metric of `bayesattn.metrics` and the task's own; a regression its correlations, the error and
-    the spread of the draws; a span task the classifier's metrics over its answers, exact match and F1.
+    the spread of the draws; a span task the classifier's metrics over its answers, exact match and F1, and calibration,
+    selective prediction and detection of unanswerable questions by the answers that are given (`answer_…`).
 
     Args:
         folder: A run folder with predictions.
@@ -55,15 +62,18 @@ def measure_run(
         result = _regression_result(run, predictions, num_resamples)
     else:
         result = measure_classes(folder, num_resamples=num_resamples, on_progress=on_progress)
-    answers = read_json(folder / ANSWERS_FILE, ANSWERS_SCHEMA)["splits"] if task.kind == "spans" else {}
+    answers = read_answers(folder) if task.kind == "spans" else {}
     for method, measured in result["methods"].items():
         threshold = _null_threshold(answers["validation"][method]) if allows_none(task) else None
         for name, values in measured["splits"].items():
             split = predictions.splits[name]
             if split.labels is None:
+                if task.kind == "spans":
+                    values["metrics"] |= _detection(answers["test"][method], answers[name][method])
                 continue
             if task.kind == "spans":
                 values["metrics"] |= _answer_metrics(answers[name][method], threshold, num_resamples)
+                values["metrics"] |= _answer_calibration(answers[name][method], num_resamples)
             else:
                 values["metrics"] |= _task_metrics(task, split, method, num_resamples)
     write_json(folder / METRICS_FILE, result)
@@ -116,6 +126,39 @@ def _answer_metrics(records: list[dict[str, Any]], threshold: float | None, num_
     return {
         name: {"value": float(columns[:, i].mean()), "low": ends[i][0], "high": ends[i][1], **settings}
         for i, name in enumerate(("exact_match", "f1"))
+    }
+
+
+def sureness(records: Sequence[dict[str, Any]]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Return the probability of the most probable answer to every question, and whether it is right."""
+    confidence = torch.tensor([record["confidence"] for record in records], dtype=torch.float64)
+    return confidence, torch.tensor([float(record["is_right"]) for record in records], dtype=torch.float64)
+
+
+def _answer_calibration(records: list[dict[str, Any]], num_resamples: int) -> dict[str, dict[str, Any]]:
+    """Measure how well the probability of an answer tells whether it is right."""
+    confidence, is_right = sureness(records)
+
+    def statistic(c: Tensor, a: Tensor) -> Tensor:
+        return torch.stack([expected_calibration_error(c, a), aurc(c, a)])
+
+    ends: list[Any] = [(None, None)] * 2
+    if num_resamples:
+        ends = bootstrap_statistic(statistic, confidence, is_right, num_resamples=num_resamples).tolist()
+    values = statistic(confidence, is_right).tolist()
+    names = ("answer_ece", "answer_aurc")
+    return {name: {"value": value, "low": low, "high": high} for name, value, (low, high) in zip(names, values, ends)}
+
+
+def _detection(inside: list[dict[str, Any]], outside: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Measure how well answers, and what speaks for "no answer", tell questions without an answer from the test split."""
+    scores = {
+        "answer": [1.0 - sureness(records)[0] for records in (inside, outside)],
+        "null_score": [torch.tensor([record["null_score"] for record in records]) for records in (inside, outside)],
+    }
+    return {
+        f"ood_auroc_{name}": {"value": float(auroc(*found)), "low": None, "high": None, "score": name, "against": "test"}
+        for name, found in scores.items()
     }
 
 

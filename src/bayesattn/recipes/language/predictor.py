@@ -84,10 +84,12 @@ class Predictor:
                 for name, split in splits.items():
                     if self.task.kind == "spans":
                         found = self.answers(split, method, num_samples, seed)
-                        samples[name][method] = torch.stack([a.probabilities for a in found], dim=1)
+                        drawn = torch.stack([a.probabilities for a in found], dim=1)
                         answers[name][method] = [_record(q, a) for q, a in zip(split.questions, found)]
-                        if method == methods[0]:
-                            labels[name] = self._right_classes(name, split, found)
+                        right = self._right_classes(name, split, found)
+                        common = labels.setdefault(name, right)
+                        has_labels = right is not None and common is not None
+                        samples[name][method] = spans.exchange(drawn, right, common) if has_labels else drawn
                     else:
                         samples[name][method] = self.draw(split, method, num_samples, seed)
                         labels[name] = None if split.labels is None else torch.tensor(split.labels)
@@ -186,13 +188,21 @@ def _span_scores(result: Any) -> Tensor:
 
 
 def _record(question: squad.Question, found: spans.Answer) -> dict[str, Any]:
-    """Return what EM and F1 need to know of an answer, and what a reader wants to see of it."""
+    """Return what EM and F1 need to know of an answer, and what a reader wants to see of it.
+
+    `answer` is the best span, whatever the probability of "no answer"; `confidence` and `is_right` are of the most probable
+    answer, which "no answer" may be.
+    """
     text = found.texts[0]
+    # "another answer" cannot be given, however much of the mass it has
+    confidence, given = found.probabilities.mean(dim=0)[:-1].max(dim=0)
     return {
         "id": question.id,
         "answer": text,
         "probability": round(float(found.probabilities[:, 0].mean()), 6),
         "null_score": found.null_score,
+        "confidence": round(float(confidence), 6),
+        "is_right": bool(metrics.exact_match(found.texts[int(given)], question.golds)),
         "has_answer": bool(question.answers),
         "exact_match": metrics.exact_match(text, question.golds),
         "f1": metrics.token_f1(text, question.golds),

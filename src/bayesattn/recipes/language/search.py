@@ -1,11 +1,13 @@
 """How settings are chosen: every one of a grid on a few tasks, ranked on validation texts. No test text is read.
 
     python -m bayesattn.recipes.language.search --tasks rte,mrpc,cola --jobs 8 --data DIR --out runs/search
+    python -m bayesattn.recipes.language.search --tasks stsb --variants BAM-WC --grid attention.weibull_k=1,5,20 …
 
 Validation texts are held out of the training file (`data.py`); GLUE's dev set, which is the test set here, is not predicted.
 Each trained variant has a grid of its own with equally many settings, so the baseline gets the settings that suit it best.
 One setting is chosen for all tasks: of those whose validation accuracy, averaged over tasks and seeds, is within
-`TOLERANCE` of the grid's best, the one with the lowest validation NLL. Soft attention counts without draws, Bayesian
+`TOLERANCE` of the grid's best, the one with the lowest validation NLL; exact match stands for accuracy where answers are
+sought, Pearson's correlation and the RMSE for both where scores are. Soft attention counts without draws, Bayesian
 attention with 20. Finished measurements are kept, so the same command goes on where it stopped.
 """
 
@@ -19,16 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from jaxtyping import Float
 from rich.console import Console
+from torch import Tensor
 
 from bayesattn.metrics import evaluate_predictions
 from bayesattn.recipes._tables import markdown, read_cell, write_cell, write_csv
 from bayesattn.recipes._train import progress
-from bayesattn.recipes.language.metrics import GLUE_METRICS
+from bayesattn.recipes.language.metrics import GLUE_METRICS, pearson
 from bayesattn.recipes.language.predictor import Predictor, available_methods
 from bayesattn.recipes.language.prepare import Prepared
-from bayesattn.recipes.language.tasks import find_task
+from bayesattn.recipes.language.tasks import Kind, Task, find_task
 from bayesattn.recipes.language.train import LanguageConfig, load_config, make_collator, prepare_run, train_model
 from bayesattn.recipes.language.work import run_all, unpacked, warm_up
 from bayesattn.runs import write_bytes
@@ -36,9 +39,20 @@ from bayesattn.runs import write_bytes
 # not those of the tables
 FIRST_SEED = 100
 NUM_SAMPLES = 20
-# of accuracy: what the seeds of one setting differ by
+# of accuracy, exact match or correlation: what the seeds of one setting differ by
 TOLERANCE = 0.01
-MEASURES = ("accuracy", "nll", "ece", "aurc")
+# what is measured; the rule reads the first two
+MEASURES: dict[Kind, tuple[str, ...]] = {
+    "classification": ("accuracy", "nll", "ece", "aurc", "main"),
+    "spans": ("exact_match", "nll", "ece", "aurc", "f1"),
+    "regression": ("pearson", "rmse"),
+}
+# measure: heading, factor, digits
+_FORMS = {
+    "accuracy": ("accuracy %", 100.0, 1), "exact_match": ("EM %", 100.0, 1), "pearson": ("Pearson %", 100.0, 1),
+    "nll": ("NLL", 1.0, 3), "rmse": ("RMSE", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 1),
+    "f1": ("F1 %", 100.0, 1),
+}  # fmt: skip
 
 _SPEED: dict[str, list[Any]] = {"training.learning_rate": [5e-5, 1e-4], "training.epochs": [3, 6]}
 # by trained variant; a name with commas sets several values alike
@@ -105,9 +119,10 @@ def trials(
     settings: Sequence[str],
     out: Path,
     only: Sequence[str] = (),
+    grid: dict[str, list[Any]] | None = None,
 ) -> list[Trial]:
     """Return all trials; the grids take turns, so that where the time ends early none has lost more than the others."""
-    grids = [[(variant, found) for found in grid_settings(GRIDS[variant])] for variant in variants]
+    grids = [[(variant, found) for found in grid_settings(grid or GRIDS[variant])] for variant in variants]
     turns = [entry for entries in itertools.zip_longest(*grids) for entry in entries if entry is not None]
     chosen = [(variant, found) for variant, found in turns if set(only) <= set(found)]
     if not chosen:
@@ -130,15 +145,31 @@ def measure(trial: Trial, prepared: Prepared) -> None:
     collator = make_collator(trial.config, prepared.tokenizer)
     predictor = Predictor(fitted.model, task, trial.config, collator, prepared.class_names)
     methods = [method for method in available_methods(trial.config, fitted.model) if method != "post-hoc"]
-    predictions, _ = predictor.predict({"validation": split}, methods=methods, num_samples=NUM_SAMPLES)
-    labels = torch.tensor(split.labels)
-    found: dict[str, dict[str, float]] = {}
-    for method, samples in predictions.splits["validation"].samples.items():
-        estimates = evaluate_predictions(samples, labels, num_resamples=0)
-        found[method] = {name: estimates[name].value for name in MEASURES}
-        found[method]["main"] = GLUE_METRICS[task.metrics[0]](samples.mean(dim=0).argmax(dim=1), labels)
+    predictions, answers = predictor.predict({"validation": split}, methods=methods, num_samples=NUM_SAMPLES)
+    labels = predictions.splits["validation"].labels
+    assert labels is not None
+    found = {
+        method: _measures(task, samples, labels, answers["validation"][method] if answers else [])
+        for method, samples in predictions.splits["validation"].samples.items()
+    }
     values = {"methods": found, "last_row": fitted.log.rows[-1], "train_seconds": fitted.log.seconds}
     write_cell(trial.path, trial.identity, values)
+
+
+def _measures(
+    task: Task, samples: Float[Tensor, "s n c"], labels: Tensor, records: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """Return what `MEASURES` names; the records are those of a span task's answers."""
+    mean = samples.mean(dim=0)
+    if task.kind == "regression":
+        scores = mean[:, 0]
+        return {"pearson": pearson(scores, labels), "rmse": float((scores - labels).square().mean().sqrt())}
+    known = {name: estimate.value for name, estimate in evaluate_predictions(samples, labels, num_resamples=0).items()}
+    if task.kind == "spans":
+        known |= {name: sum(record[name] for record in records) / len(records) for name in ("exact_match", "f1")}
+    else:
+        known["main"] = GLUE_METRICS[task.metrics[0]](mean.argmax(dim=1), labels)
+    return {name: known[name] for name in MEASURES[task.kind]}
 
 
 def own_method(variant: str) -> str:
@@ -146,7 +177,7 @@ def own_method(variant: str) -> str:
     return "mean" if variant == "soft" else "attention"
 
 
-def rank(found: Iterable[Trial], num_tasks: int) -> list[dict[str, Any]]:
+def rank(found: Iterable[Trial], num_tasks: int, kind: Kind = "classification") -> list[dict[str, Any]]:
     """Return a row for every setting that was tried on all tasks, by grid; the chosen one of each grid is marked."""
     cells: dict[tuple[str, tuple[str, ...]], list[tuple[str, dict[str, Any]]]] = {}
     for trial in found:
@@ -154,23 +185,25 @@ def rank(found: Iterable[Trial], num_tasks: int) -> list[dict[str, Any]]:
         if values is not None:
             cells.setdefault((trial.variant, trial.settings), []).append((trial.config.task, values["methods"]))
     rows: list[dict[str, Any]] = []
+    measures = MEASURES[kind]
+    quality, loss = measures[:2]
     for (variant, settings), values in cells.items():
         if len({task for task, _ in values}) < num_tasks:
             continue
         row: dict[str, Any] = {"variant": variant, "settings": " ".join(settings), "trials": len(values)}
         for method in values[0][1]:
-            for name in (*MEASURES, "main"):
+            for name in measures:
                 row[f"{method} {name}"] = _over_tasks([(task, methods[method][name]) for task, methods in values])
         method = own_method(variant)
-        row |= {name: row[f"{method} {name}"] for name in MEASURES}
+        row |= {name: row[f"{method} {name}"] for name in measures if name != "main"}
         rows.append(row)
     for variant in dict.fromkeys(row["variant"] for row in rows):
         mine = [row for row in rows if row["variant"] == variant]
-        best = max(row["accuracy"] for row in mine)
-        chosen = min((row for row in mine if row["accuracy"] >= best - TOLERANCE), key=lambda row: row["nll"])
+        best = max(row[quality] for row in mine)
+        chosen = min((row for row in mine if row[quality] >= best - TOLERANCE), key=lambda row: row[loss])
         for row in mine:
             row["chosen"] = row is chosen
-    return sorted(rows, key=lambda row: (row["variant"], row["nll"]))
+    return sorted(rows, key=lambda row: (row["variant"], row[loss]))
 
 
 def _over_tasks(values: Sequence[tuple[str, float]]) -> float:
@@ -193,12 +226,13 @@ def search(
     minutes: float | None = None,
     settings: Sequence[str] = (),
     only: Sequence[str] = (),
+    grid: dict[str, list[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Run the trials that are missing and return the table, which is also written as `search.md` and `search.csv`.
 
     Args:
-        tasks: Classification tasks.
-        variants: Of `GRIDS`.
+        tasks: Tasks of one kind.
+        variants: Of `GRIDS`; any where `grid` is given.
         num_seeds: Trials per setting and task.
         data: The data folder.
         out: Where trials and table go.
@@ -207,16 +241,19 @@ def search(
         minutes: No trial begins later than this.
         settings: On top of every config, below the grid's.
         only: `name=value` of the grids: settings without them are left out.
+        grid: Takes the place of the variants' own grids: values by name.
     """
-    unknown = [name for name in variants if name not in GRIDS]
+    unknown = [name for name in variants if grid is None and name not in GRIDS]
     if unknown:
         raise ValueError(f"variants has {unknown}; allowed: {', '.join(GRIDS)}")
-    others = [name for name in tasks if find_task(name).kind != "classification"]
-    if others:
-        raise ValueError(f"tasks has {others}; allowed: tasks of classification, which alone have an NLL and a calibration")
+    kinds = sorted({find_task(name).kind for name in tasks})
+    if len(kinds) != 1:
+        raise ValueError(
+            f"tasks has {list(tasks)} of the kinds {kinds}; allowed: tasks of one kind, which are measured alike"
+        )
     if jobs > 1:
         warm_up()
-    found = trials(tasks, variants, num_seeds, settings, out, only)
+    found = trials(tasks, variants, num_seeds, settings, out, only, grid)
     todo = [trial for trial in found if read_cell(trial.path, trial.identity) is None]
     work = {trial.name: (trial, prepare_run(trial.config, data)) for trial in todo}
     with ExitStack() as stack:
@@ -231,10 +268,10 @@ def search(
     outcome.write_failures(out / "failures")
     if outcome.failures or outcome.left:
         console.print(outcome.reasons(), markup=False)
-    rows = rank(found, len(tasks))
+    rows = rank(found, len(tasks), kinds[0])
     if rows:
         write_csv(out / "search.csv", [dict.fromkeys(_columns(rows)) | row for row in rows])
-        write_bytes(out / "search.md", table(rows).encode())
+        write_bytes(out / "search.md", table(rows, kinds[0]).encode())
     return rows
 
 
@@ -242,16 +279,23 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the settings by grid, best NLL first, as Markdown."""
-    header = ["variant", "settings", "accuracy %", "NLL", "ECE %", "AURC %", "no draws: accuracy %", "NLL", "chosen"]
+def table(rows: Sequence[dict[str, Any]], kind: Kind = "classification") -> str:
+    """Return the settings by grid, best first, as Markdown."""
+    measures = [name for name in MEASURES[kind] if name in _FORMS]
+    plain = measures[:2]
+    heads = {name: _FORMS[name][0] for name in measures}
+    header = ["variant", "settings", *heads.values(), f"no draws: {heads[plain[0]]}", heads[plain[1]], "chosen"]
+
+    def shown(row: dict[str, Any], name: str, prefix: str = "") -> str:
+        _, factor, digits = _FORMS[name]
+        return f"{factor * row[prefix + name]:.{digits}f}"
+
     lines = [
         [
             row["variant"],
             row["settings"],
-            *(f"{100 * row[name]:.1f}" if name != "nll" else f"{row[name]:.3f}" for name in MEASURES),
-            f"{100 * row['mean accuracy']:.1f}",
-            f"{row['mean nll']:.3f}",
+            *(shown(row, name) for name in measures),
+            *(shown(row, name, "mean ") for name in plain),
             "*" if row["chosen"] else "",
         ]
         for row in rows
@@ -271,12 +315,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--only", action="append", default=[], metavar="NAME=VALUE", help="a part of the grids")
+    parser.add_argument("--grid", action="append", default=[], metavar="NAME=V1,V2", help="instead of the variants' own")
     given = parser.parse_args()
+    tasks = given.tasks.split(",")
+    grid = {name: values.split(",") for name, _, values in (entry.partition("=") for entry in given.grid)}
     rows = search(
-        given.tasks.split(","), given.variants.split(","), num_seeds=given.seeds, data=given.data, out=given.out,
+        tasks, given.variants.split(","), num_seeds=given.seeds, data=given.data, out=given.out,
         console=Console(stderr=True), jobs=given.jobs, minutes=given.minutes, settings=given.settings, only=given.only,
+        grid=grid or None,
     )  # fmt: skip
-    print(table(rows))
+    print(table(rows, find_task(tasks[0]).kind))
     print(json.dumps({row["variant"]: row["settings"] for row in rows if row["chosen"]}, indent=2))
 
 

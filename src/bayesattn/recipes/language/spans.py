@@ -120,6 +120,18 @@ def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *,
     return Answer(texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), null_score)
 
 
+def exchange(samples: Float[Tensor, "s n c"], own: Int[Tensor, " n"], common: Int[Tensor, " n"]) -> Float[Tensor, "s n c"]:
+    """Rename the classes of every question so that its right one is `common` instead of `own`: both columns change places.
+
+    Two ways to predict rank the answers of a question differently, so the right one is another class in each; their
+    predictions share one list of labels.
+    """
+    places = torch.arange(samples.shape[2]).repeat(len(own), 1)
+    rows = torch.arange(len(own))
+    places[rows, own], places[rows, common] = common, own
+    return samples.gather(2, places.expand(len(samples), -1, -1))
+
+
 def class_names(*, allows_none: bool) -> list[str]:
     """Return the names of the classes of a question."""
     names = [f"candidate {rank + 1}" for rank in range(NUM_CANDIDATES)]

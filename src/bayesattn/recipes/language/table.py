@@ -12,6 +12,7 @@ from torch import Tensor
 from bayesattn.metrics import tabulate_predictions
 from bayesattn.plots import plot_calibration, plot_reliability
 from bayesattn.recipes._tables import markdown, paired, show, show_p, write_csv
+from bayesattn.recipes.language.measure import read_answers, sureness
 from bayesattn.recipes.language.tasks import PAPER_F1, Task, find_task
 from bayesattn.report.aggregate import Summary, over_runs
 from bayesattn.runs import read_predictions, write_bytes
@@ -27,7 +28,13 @@ UNCERTAINTY = {
     "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1),
     "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
 }  # fmt: skip
+# of answers: how sure the model is of the one it gives
+ANSWERS = {
+    "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "answer_ece": ("ECE %", 100.0, 1),
+    "answer_aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
+}  # fmt: skip
 SPREAD = {"rmse": ("RMSE", 1.0, 3), "mean_deviation": ("spread of draws", 1.0, 3)}
+_EXTRA = {"classification": UNCERTAINTY, "spans": ANSWERS, "regression": SPREAD}
 _NAMES = {
     "accuracy": "accuracy", "f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman",
     "exact_match": "EM",
@@ -52,7 +59,7 @@ def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], consol
             continue
         sections.append(section(name, find_task(task_name), mine))
         if find_task(task_name).kind != "regression":
-            panels[name] = _draw_calibration(out / CALIBRATION_FOLDER, name, mine)
+            panels[name] = _draw_calibration(out / CALIBRATION_FOLDER, name, find_task(task_name), mine)
     if panels:
         plot_calibration(panels, num_bins=6).savefig(out / CALIBRATION_FOLDER / "all.png")
     write_csv(out / "cells.csv", [row for cell in cells for row in _csv_rows(cell)])
@@ -67,7 +74,7 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
     rows = list(dict.fromkeys(cell["row"] for cell in cells))
     by_row = {row: {cell["seed"]: cell for cell in cells if cell["row"] == row} for row in rows}
     main = task.metrics[0]
-    extra = SPREAD if task.kind == "regression" else UNCERTAINTY
+    extra = _EXTRA[task.kind]
     header = ["variant", "seeds", *(f"{_NAMES[m]}, no draws" for m in task.metrics), f"{_NAMES[main]}, draws"]
     header += [heading for heading, _, _ in extra.values()] + ["paper"]
     lines = []
@@ -149,6 +156,9 @@ def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: st
     likelihood = {"nll": ("NLL", 1.0, 3)}
     forms = {main: (_NAMES[main], 100.0, 2), **likelihood, "ece": ("ECE %", 100.0, 1)}
     forms |= {"ood_auroc_entropy": ("OOD AUROC %", 100.0, 1), "ood_auroc_mutual_information": ("by MI %", 100.0, 1)}
+    if main == "exact_match":
+        forms["answer_ece"] = forms.pop("ece")
+        forms |= {"ood_auroc_answer": ("by answer %", 100.0, 1), "ood_auroc_null_score": ("by null score %", 100.0, 1)}
     lines = [
         [
             split,
@@ -175,7 +185,7 @@ def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
     return rows
 
 
-def _draw_calibration(folder: Path, name: str, cells: Sequence[Cell]) -> dict[str, tuple[Tensor, Tensor]]:
+def _draw_calibration(folder: Path, name: str, task: Task, cells: Sequence[Cell]) -> dict[str, tuple[Tensor, Tensor]]:
     """Draw one calibration plot a row, the test predictions of all seeds together; returns confidences and accuracies."""
     folder.mkdir(parents=True, exist_ok=True)
     curves = {}
@@ -183,9 +193,17 @@ def _draw_calibration(folder: Path, name: str, cells: Sequence[Cell]) -> dict[st
         tables = []
         for cell in cells:
             if cell["row"] == row:
-                split = read_predictions(cell["folder"] / MEANS_FOLDER).splits["test"]
-                assert split.labels is not None
-                tables.append(tabulate_predictions(split.samples[cell["method"]], split.labels))
-        curves[row] = torch.cat([t.confidence for t in tables]), torch.cat([t.accuracy for t in tables])
+                tables.append(_sureness(task, cell))
+        curves[row] = torch.cat([found[0] for found in tables]), torch.cat([found[1] for found in tables])
         plot_reliability(*curves[row], title=f"{name}, {row}").savefig(folder / f"{name}-{row}.png")
     return curves
+
+
+def _sureness(task: Task, cell: Cell) -> tuple[Tensor, Tensor]:
+    """Return how sure every prediction of the test set is, and whether it is right."""
+    if task.kind == "spans":
+        return sureness(read_answers(cell["folder"])["test"][cell["method"]])
+    split = read_predictions(cell["folder"] / MEANS_FOLDER).splits["test"]
+    assert split.labels is not None
+    found = tabulate_predictions(split.samples[cell["method"]], split.labels)
+    return found.confidence, found.accuracy
