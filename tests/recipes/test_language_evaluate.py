@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -187,13 +188,14 @@ def test_right_answer_has_the_same_class_whatever_the_way_to_predict(squad_runs,
     question = shifts.Question("q", "Which colour?", "red or blue", (("blue", 7),), "T")
     ranked = {"mean": ["red", "blue", "x", "y", "z"], "attention": ["blue", "red", "x", "y", "z"]}
     shares = torch.tensor([[0.5, 0.2, 0.1, 0.05, 0.05, 0.1]])
-    monkeypatch.setattr(Predictor, "answers", lambda self, split, method, *_: [spans.Answer(ranked[method], shares, 0.0)])
+    found = {method: spans.Answer(texts, shares, 0.0, shares[:, 0]) for method, texts in ranked.items()}
+    monkeypatch.setattr(Predictor, "answers", lambda self, split, method, *_: [found[method]])
     run = load_run(squad_runs[0]["squad1"])
     splits = {"validation": Split([], questions=[question])}
     predictions, answers = predictor(run).predict(splits, methods=list(ranked), num_samples=2)
-    found = predictions.splits["validation"]
-    assert found.labels.tolist() == [1]
-    assert {method: round(float(draws[0, 0, 1]), 6) for method, draws in found.samples.items()} == {
+    split = predictions.splits["validation"]
+    assert split.labels.tolist() == [1]
+    assert {method: round(float(draws[0, 0, 1]), 6) for method, draws in split.samples.items()} == {
         "mean": 0.2, "attention": 0.5,
     }  # fmt: skip
     assert [answers["validation"][method][0]["is_right"] for method in ranked] == [False, True]
@@ -202,9 +204,11 @@ def test_right_answer_has_the_same_class_whatever_the_way_to_predict(squad_runs,
 def test_calibration_of_answers_is_that_of_the_answers_given(squad_runs):
     values = squad_runs[1]["squad1"]["methods"]["attention"]["splits"]["test"]["metrics"]
     records = json.loads((squad_runs[0]["squad1"] / "answers.json").read_text())["splits"]["test"]["attention"]
-    confidence, right = (torch.tensor([float(r[name]) for r in records]).double() for name in ("confidence", "is_right"))
-    assert values["answer_aurc"]["value"] == pytest.approx(float(aurc(confidence, right)))
-    assert values["answer_ece"]["value"] == pytest.approx(float(expected_calibration_error(confidence, right)))
+    confidence, is_right = (torch.tensor([float(r[name]) for r in records]).double() for name in ("confidence", "is_right"))
+    right = [r["right_probability"] for r in records]
+    assert values["answer_nll"]["value"] == pytest.approx(-sum(math.log(p) for p in right) / len(right))
+    assert values["answer_aurc"]["value"] == pytest.approx(float(aurc(confidence, is_right)))
+    assert values["answer_ece"]["value"] == pytest.approx(float(expected_calibration_error(confidence, is_right)))
 
 
 def test_unanswerable_questions_are_out_of_distribution_for_squad_1(squad_runs):

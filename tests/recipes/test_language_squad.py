@@ -96,7 +96,8 @@ def test_distribution_over_answers_is_that_of_all_spans(tokenizer, allows_none, 
     length, draws = len(window.row["input_ids"]), 5
     start, end = torch.randn(2, draws, 1, length)
     allowed = torch.tensor([[span is not None for span in window.offsets]])
-    found = answer(question, [(window, score_windows(start, end, allowed)[0])], allows_none=allows_none)
+    scored = score_windows(start, end, allowed, [squad.right_spans(question, window)])[0]
+    found = answer(question, [(window, scored)], allows_none=allows_none)
     scores = {
         (i, j): (start[:, 0, i] + end[:, 0, j]).exp()
         for i in range(length)
@@ -110,12 +111,34 @@ def test_distribution_over_answers_is_that_of_all_spans(tokenizer, allows_none, 
     for rank, text in enumerate(found.texts[: spans.NUM_CANDIDATES]):
         expected = next(scores[span] for span in scores if texts[span] == text) / total
         torch.testing.assert_close(found.probabilities[:, rank], expected, atol=1e-5, rtol=1e-4)
+    right = scores[window.row["start_positions"], window.row["end_positions"]] / total
+    torch.testing.assert_close(found.right, right, atol=1e-5, rtol=1e-4)
     if allows_none:
         torch.testing.assert_close(found.probabilities[:, -2], null / total, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.probabilities.sum(dim=1), torch.ones(draws))
     best = max(scores, key=lambda span: float((start[:, 0, span[0]] + end[:, 0, span[1]]).mean()))
     assert texts[best] in found.texts
     assert found.probabilities.shape[1] == len(spans.class_names(allows_none=allows_none))
+
+
+def test_right_spans_are_those_of_every_right_answer_once(tokenizer):
+    context = "The box is dark blue and heavy."
+    answers = (("dark blue", 11), ("dark blue", 11), ("blue", 16), ("heavy", 25))
+    question = Question("q", "What?", context, answers, "T")
+    (window,) = windows(tokenizer, [question], 64)
+    found = [
+        context[window.offsets[first][0] : window.offsets[last][1]] for first, last in squad.right_spans(question, window)
+    ]
+    assert found == ["dark blue", "blue", "heavy"]
+
+
+def test_no_answer_is_right_where_there_is_none(tokenizer):
+    question = make_question(text=None)
+    (window,) = windows(tokenizer, [question], 64)
+    start, end = torch.randn(2, 3, 1, len(window.offsets))
+    (scores,) = score_windows(start, end, torch.tensor([[span is not None for span in window.offsets]]))
+    found = answer(question, [(window, scores)], allows_none=True)
+    torch.testing.assert_close(found.right, found.probabilities[:, -2], atol=1e-5, rtol=1e-4)
 
 
 def test_same_answer_in_two_windows_counts_once(tokenizer):
@@ -146,7 +169,7 @@ def test_window_with_fewer_spans_than_candidates_has_empty_answers_of_no_mass(to
 
 
 def test_right_class_is_the_candidate_that_matches_after_normalisation():
-    found = spans.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0)
+    found = spans.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0, torch.ones(1))
     assert right_class(make_question(), found, allows_none=True) == 1
     assert right_class(make_question(text=None), found, allows_none=True) == spans.NUM_CANDIDATES
     assert right_class(make_question(text="heavy"), found, allows_none=True) == 6

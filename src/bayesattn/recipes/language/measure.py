@@ -129,6 +129,12 @@ def _answer_metrics(records: list[dict[str, Any]], threshold: float | None, num_
     }
 
 
+def answer_nll(records: Sequence[dict[str, Any]]) -> float:
+    """Return the mean of −ln p(a right answer); one that a model cannot give, such as too long a one, counts 1e-9."""
+    right = torch.tensor([record["right_probability"] for record in records], dtype=torch.float64)
+    return float(-right.clamp(min=1e-9).log().mean())
+
+
 def sureness(records: Sequence[dict[str, Any]]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Return the probability of the most probable answer to every question, and whether it is right."""
     confidence = torch.tensor([record["confidence"] for record in records], dtype=torch.float64)
@@ -147,7 +153,8 @@ def _answer_calibration(records: list[dict[str, Any]], num_resamples: int) -> di
         ends = bootstrap_statistic(statistic, confidence, is_right, num_resamples=num_resamples).tolist()
     values = statistic(confidence, is_right).tolist()
     names = ("answer_ece", "answer_aurc")
-    return {name: {"value": value, "low": low, "high": high} for name, value, (low, high) in zip(names, values, ends)}
+    found = {name: {"value": value, "low": low, "high": high} for name, value, (low, high) in zip(names, values, ends)}
+    return {"answer_nll": {"value": answer_nll(records), "low": None, "high": None}, **found}
 
 
 def _detection(inside: list[dict[str, Any]], outside: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

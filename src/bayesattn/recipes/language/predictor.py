@@ -88,8 +88,9 @@ class Predictor:
                         answers[name][method] = [_record(q, a) for q, a in zip(split.questions, found)]
                         right = self._right_classes(name, split, found)
                         common = labels.setdefault(name, right)
-                        has_labels = right is not None and common is not None
-                        samples[name][method] = spans.exchange(drawn, right, common) if has_labels else drawn
+                        if right is not None and common is not None:
+                            drawn = spans.exchange(drawn, right, common)
+                        samples[name][method] = drawn
                     else:
                         samples[name][method] = self.draw(split, method, num_samples, seed)
                         labels[name] = None if split.labels is None else torch.tensor(split.labels)
@@ -157,11 +158,12 @@ class Predictor:
         for number, (indices, batch) in enumerate(self._batches(split)):
             start, end = self._outputs(batch, method, num_samples, seed + number).unbind(dim=2)
             windows = [split.windows[i] for i in indices]
+            right = [squad.right_spans(split.questions[window.owner], window) for window in windows]
             length = start.shape[-1]
             allowed = torch.tensor(
                 [[span is not None for span in w.offsets] + [False] * (length - len(w.offsets)) for w in windows]
             )
-            for window, scores in zip(windows, spans.score_windows(start, end, allowed.to(start.device))):
+            for window, scores in zip(windows, spans.score_windows(start, end, allowed.to(start.device), right)):
                 pieces[window.owner].append((window, scores))
         return [spans.answer(q, found, allows_none=allows_none(self.task)) for q, found in zip(split.questions, pieces)]
 
@@ -201,6 +203,7 @@ def _record(question: squad.Question, found: spans.Answer) -> dict[str, Any]:
         "answer": text,
         "probability": round(float(found.probabilities[:, 0].mean()), 6),
         "null_score": found.null_score,
+        "right_probability": float(f"{float(found.right.mean()):.6g}"),
         "confidence": round(float(confidence), 6),
         "is_right": bool(metrics.exact_match(found.texts[int(given)], question.golds)),
         "has_answer": bool(question.answers),

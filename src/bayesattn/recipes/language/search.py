@@ -28,6 +28,7 @@ from torch import Tensor
 from bayesattn.metrics import evaluate_predictions
 from bayesattn.recipes._tables import markdown, read_cell, write_cell, write_csv
 from bayesattn.recipes._train import progress
+from bayesattn.recipes.language.measure import answer_nll
 from bayesattn.recipes.language.metrics import GLUE_METRICS, pearson
 from bayesattn.recipes.language.predictor import Predictor, available_methods
 from bayesattn.recipes.language.prepare import Prepared
@@ -44,14 +45,14 @@ TOLERANCE = 0.01
 # what is measured; the rule reads the first two
 MEASURES: dict[Kind, tuple[str, ...]] = {
     "classification": ("accuracy", "nll", "ece", "aurc", "main"),
-    "spans": ("exact_match", "nll", "ece", "aurc", "f1"),
+    "spans": ("exact_match", "answer_nll", "f1"),
     "regression": ("pearson", "rmse"),
 }
 # measure: heading, factor, digits
 _FORMS = {
     "accuracy": ("accuracy %", 100.0, 1), "exact_match": ("EM %", 100.0, 1), "pearson": ("Pearson %", 100.0, 1),
-    "nll": ("NLL", 1.0, 3), "rmse": ("RMSE", 1.0, 3), "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 1),
-    "f1": ("F1 %", 100.0, 1),
+    "nll": ("NLL", 1.0, 3), "answer_nll": ("NLL", 1.0, 3), "rmse": ("RMSE", 1.0, 3),
+    "ece": ("ECE %", 100.0, 1), "aurc": ("AURC %", 100.0, 1), "f1": ("F1 %", 100.0, 1),
 }  # fmt: skip
 
 _SPEED: dict[str, list[Any]] = {"training.learning_rate": [5e-5, 1e-4], "training.epochs": [3, 6]}
@@ -164,11 +165,11 @@ def _measures(
     if task.kind == "regression":
         scores = mean[:, 0]
         return {"pearson": pearson(scores, labels), "rmse": float((scores - labels).square().mean().sqrt())}
-    known = {name: estimate.value for name, estimate in evaluate_predictions(samples, labels, num_resamples=0).items()}
     if task.kind == "spans":
-        known |= {name: sum(record[name] for record in records) / len(records) for name in ("exact_match", "f1")}
-    else:
-        known["main"] = GLUE_METRICS[task.metrics[0]](mean.argmax(dim=1), labels)
+        found = {name: sum(record[name] for record in records) / len(records) for name in ("exact_match", "f1")}
+        return {**found, "answer_nll": answer_nll(records)}
+    known = {name: estimate.value for name, estimate in evaluate_predictions(samples, labels, num_resamples=0).items()}
+    known["main"] = GLUE_METRICS[task.metrics[0]](mean.argmax(dim=1), labels)
     return {name: known[name] for name in MEASURES[task.kind]}
 
 
@@ -246,7 +247,7 @@ def search(
     unknown = [name for name in variants if grid is None and name not in GRIDS]
     if unknown:
         raise ValueError(f"variants has {unknown}; allowed: {', '.join(GRIDS)}")
-    kinds = sorted({find_task(name).kind for name in tasks})
+    kinds: list[Kind] = list(dict.fromkeys(find_task(name).kind for name in tasks))
     if len(kinds) != 1:
         raise ValueError(
             f"tasks has {list(tasks)} of the kinds {kinds}; allowed: tasks of one kind, which are measured alike"

@@ -32,16 +32,21 @@ class WindowScores:
         null: start_CLS + end_CLS.
         spans: Its best spans by the mean score, first and last token.
         scores: Their scores, −inf where a window has fewer spans.
+        log_right: ln Σ exp(start + end) over the spans of right answers, −inf where it holds none.
     """
 
     log_total: Float[Tensor, " s"]
     null: Float[Tensor, " s"]
     spans: Int[Tensor, "k 2"]
     scores: Float[Tensor, "s k"]
+    log_right: Float[Tensor, " s"]
 
 
 def score_windows(
-    start: Float[Tensor, "s b l"], end: Float[Tensor, "s b l"], allowed: Bool[Tensor, "b l"]
+    start: Float[Tensor, "s b l"],
+    end: Float[Tensor, "s b l"],
+    allowed: Bool[Tensor, "b l"],
+    right: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[WindowScores]:
     """Reduce token scores to what `answer` needs; all spans of all windows at once.
 
@@ -49,6 +54,7 @@ def score_windows(
         start: Scores of first tokens, draws first.
         end: Scores of last tokens.
         allowed: Tokens of the paragraph.
+        right: By window, the spans of right answers; None where they are not known.
     """
     longest = MAX_ANSWER_TOKENS
     null = (start[:, :, 0] + end[:, :, 0]).float()
@@ -64,7 +70,17 @@ def score_windows(
     spans = spans.masked_fill(mean.isneginf().unsqueeze(2), 0).cpu()
     chosen = scores.gather(2, best.expand(len(scores), -1, -1)).cpu()
     log_total, null = scores.logsumexp(dim=2).cpu(), null.cpu()
-    return [WindowScores(log_total[:, i], null[:, i], spans[i], chosen[:, i]) for i in range(len(spans))]
+    log_right = _log_right(start.float().cpu(), end.float().cpu(), right or [[]] * len(spans))
+    return [WindowScores(log_total[:, i], null[:, i], spans[i], chosen[:, i], log_right[:, i]) for i in range(len(spans))]
+
+
+def _log_right(start: Tensor, end: Tensor, right: Sequence[Sequence[tuple[int, int]]]) -> Float[Tensor, "s b"]:
+    found = torch.full(start.shape[:2], -torch.inf)
+    for i, places in enumerate(right):
+        if places:
+            first, last = torch.tensor(places).unbind(dim=1)
+            found[:, i] = (start[:, i, first] + end[:, i, last]).logsumexp(dim=1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -75,11 +91,13 @@ class Answer:
         texts: The candidates, the most probable first; "" stands for "no answer" and is there in 2.0 only.
         probabilities: By draw, of every candidate, and last of "another answer".
         null_score: Mean over draws of ln p(∅) − ln p(best span).
+        right: By draw, the probability of the right answers: of their spans, or of "no answer" where that is right.
     """
 
     texts: list[str]
     probabilities: Float[Tensor, "s c"]
     null_score: float
+    right: Float[Tensor, " s"]
 
 
 def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *, allows_none: bool) -> Answer:
@@ -117,7 +135,10 @@ def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *,
         texts, known = [*texts, ""], torch.cat([known, (null - log_total).exp().double().unsqueeze(1)], dim=1)
     rest = (1.0 - known.sum(dim=1, keepdim=True)).clamp(min=1e-9)
     probabilities = torch.cat([known, rest], dim=1)
-    return Answer(texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), null_score)
+    is_none = allows_none and not question.answers
+    log_right = null if is_none else torch.stack([scores.log_right for _, scores in pieces]).logsumexp(dim=0)
+    right = (log_right - log_total).exp().clamp(max=1.0)
+    return Answer(texts, (probabilities / probabilities.sum(dim=1, keepdim=True)).float(), null_score, right)
 
 
 def exchange(samples: Float[Tensor, "s n c"], own: Int[Tensor, " n"], common: Int[Tensor, " n"]) -> Float[Tensor, "s n c"]:

@@ -164,13 +164,22 @@ def windows(tokenizer: Any, questions: Sequence[Question], max_length: int) -> l
 def _positions(question: Question, offsets: list[tuple[int, int] | None]) -> tuple[int, int]:
     if not question.answers:
         return 0, 0
-    text, first = question.answers[0]
+    return _token_span(*question.answers[0], offsets) or (0, 0)
+
+
+def right_spans(question: Question, window: Window) -> list[tuple[int, int]]:
+    """Return the first and last tokens of the right answers that a window holds, each span once."""
+    found = (_token_span(text, first, window.offsets) for text, first in question.answers)
+    return list(dict.fromkeys(span for span in found if span is not None))
+
+
+def _token_span(text: str, first: int, offsets: list[tuple[int, int] | None]) -> tuple[int, int] | None:
     last = first + len(text)
     inside = [i for i, span in enumerate(offsets) if span is not None and span[0] < last and span[1] > first]
     if not inside:
-        return 0, 0
+        return None
     begins, ends = offsets[inside[0]], offsets[inside[-1]]
     assert begins is not None
     assert ends is not None
     # a piece of the answer is not the answer
-    return (inside[0], inside[-1]) if begins[0] <= first and ends[1] >= last else (0, 0)
+    return (inside[0], inside[-1]) if begins[0] <= first and ends[1] >= last else None

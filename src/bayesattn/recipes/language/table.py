@@ -30,8 +30,7 @@ UNCERTAINTY = {
 }  # fmt: skip
 # of answers: how sure the model is of the one it gives
 ANSWERS = {
-    "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "answer_ece": ("ECE %", 100.0, 1),
-    "answer_aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
+    "answer_nll": ("NLL", 1.0, 3), "answer_ece": ("ECE %", 100.0, 1), "answer_aurc": ("AURC %", 100.0, 2),
 }  # fmt: skip
 SPREAD = {"rmse": ("RMSE", 1.0, 3), "mean_deviation": ("spread of draws", 1.0, 3)}
 _EXTRA = {"classification": UNCERTAINTY, "spans": ANSWERS, "regression": SPREAD}
@@ -153,7 +152,7 @@ def _differences(
 
 
 def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: str) -> str:
-    likelihood = {"nll": ("NLL", 1.0, 3)}
+    likelihood = {"answer_nll" if main == "exact_match" else "nll": ("NLL", 1.0, 3)}
     forms = {main: (_NAMES[main], 100.0, 2), **likelihood, "ece": ("ECE %", 100.0, 1)}
     forms |= {"ood_auroc_entropy": ("OOD AUROC %", 100.0, 1), "ood_auroc_mutual_information": ("by MI %", 100.0, 1)}
     if main == "exact_match":
