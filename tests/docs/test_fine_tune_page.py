@@ -31,14 +31,17 @@ def test_commands_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert "post-hoc" in shown["evaluate runs/soft"]
     assert shown["predict runs/bayesian"].count('"label"') == 2
-
-
-def test_three_lines_of_the_page_are_python(tmp_path):
+    # the three lines of Python, on the run of the commands
     lines = re.search(r"From Python:\n\n```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert lines is not None
-    code = compile(lines[1], "page", "exec")
-    with pytest.raises(ValueError, match="is not a folder"):
-        exec(code, {})
+    assert lines[1].count("\n") == 3
+    found = {}
+    exec(lines[1], found)
+    answer = found["answer"]
+    assert answer.label in ("good", "bad")
+    assert answer.trust == (answer.p_value <= 0.05)
+    assert sum(answer.probabilities.values()) == pytest.approx(1.0)
+    assert not answer.truncated
 
 
 def test_file_shown_on_the_page_is_one_that_can_be_read(tmp_path):

@@ -1,6 +1,8 @@
 """SQuAD: files, windows and their labels, and a distribution over answers that equals the one counted span by span."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -64,6 +66,46 @@ def test_bad_file_is_an_error_that_says_where(change, message, tmp_path):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"dev-v2\.0\.json was not found"):
         squad.load(TASKS["squad2"], tmp_path)
+
+
+def hub_rows(articles):
+    return [
+        {"id": f"{i}", "title": f"City{i}", "context": "A red box.", "question": "Which?"}
+        | {"answers": {"text": ["red"], "answer_start": [2]} if i % 2 else {"text": [], "answer_start": []}}
+        for i in range(articles)
+    ]
+
+
+@pytest.mark.parametrize(("name", "asked"), [("squad1", "rajpurkar/squad"), ("squad2", "rajpurkar/squad_v2")])
+def test_source_datasets_asks_the_hub_for_squad(name, asked, monkeypatch):
+    found = []
+
+    def load_dataset(*names):
+        found.append(names)
+        return {"train": hub_rows(80), "validation": hub_rows(3)}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    splits, note = squad.load(TASKS[name], None, "datasets")
+    assert found == [(asked,)]
+    assert [question.answers for question in splits["test"]] == [(), (("red", 2),), ()]
+    assert len(splits["train"]) + len(splits["validation"]) == 80
+    assert not note
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": {"text": ["red"]}}, "train, row 0: 'answer_start' is missing"),
+        (
+            {"answers": {"text": ["red"], "answer_start": [3]}},
+            "question '0': the answer 'red' does not stand at character 3",
+        ),
+        ({"context": None}, "question '0'|row 0"),
+    ],
+)
+def test_bad_row_of_the_hub_is_an_error_that_says_where(change, message):
+    with pytest.raises(ValueError, match=message):
+        squad.from_rows([hub_rows(1)[0] | change], hub_rows(2))
 
 
 def test_labels_of_a_window_are_the_tokens_of_the_answer(tokenizer):

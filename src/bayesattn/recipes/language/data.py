@@ -201,13 +201,18 @@ def _score(task: Task, text: str) -> float:
 
 def load_hub(task: Task) -> TextData:
     """Read GLUE from the Hugging Face hub (or its local cache) through the package `datasets`."""
+    found = hub_dataset("nyu-mll/glue", task.name)
+    test = found["validation_matched" if task.name == "mnli" else "validation"]
+    return from_rows(task, found["train"], test)
+
+
+def hub_dataset(*names: str) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+    """Return a data set of the hub, rows by split; the names are those that `datasets.load_dataset` takes."""
     try:
         from datasets import load_dataset  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         raise ValueError("source is 'datasets', which needs the package datasets; pip install datasets") from None
-    found = load_dataset("nyu-mll/glue", task.name)
-    test = found["validation_matched" if task.name == "mnli" else "validation"]
-    return from_rows(task, found["train"], test)
+    return load_dataset(*names)
 
 
 def from_rows(task: Task, train: Iterable[Mapping[str, Any]], test: Iterable[Mapping[str, Any]]) -> TextData:

@@ -95,9 +95,7 @@ def prepare(
 
 def _sources(task: Task, source: str, data: Path | None) -> tuple[dict[str, Sequence[Any]], tuple[str, ...], str, int]:
     if task.kind == "spans":
-        if source != "files":
-            raise ValueError(f"source is {source!r}; allowed for {task.name}: 'files'")
-        questions, note = squad.load(task, data)
+        questions, note = squad.load(task, data, source)
         return dict(questions), tuple(spans.class_names(allows_none=allows_none(task))), note, 0
     read = text_data.load(task.name, data, source)
     return dict(read.splits), read.class_names, read.note, read.skipped

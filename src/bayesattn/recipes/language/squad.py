@@ -1,12 +1,12 @@
 """SQuAD 1.1 and 2.0: read the JSON, and cut long paragraphs into windows."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bayesattn.recipes.language.data import position
+from bayesattn.recipes.language.data import hub_dataset, position
 from bayesattn.recipes.language.files import find_text, require_folder
 from bayesattn.recipes.language.tasks import Task
 
@@ -16,6 +16,9 @@ MIN_ROOM = 8
 # articles of the dev file that make the test split where it is the only file, and of those left that make validation
 TEST_ARTICLES = {"1.1": 10, "2.0": 7}
 VALIDATION_ARTICLES = {"1.1": 5, "2.0": 4}
+# of the articles of a training file
+VALIDATION_SHARE = 0.05
+HUB_NAMES = {"1.1": "rajpurkar/squad", "2.0": "rajpurkar/squad_v2"}
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,20 @@ class Question:
         return [text for text, _ in self.answers]
 
 
-def load(task: Task, data: Path | None) -> tuple[dict[str, list[Question]], str]:
+def load(task: Task, data: Path | None, source: str = "files") -> tuple[dict[str, list[Question]], str]:
     """Return the splits of SQuAD and a note on how they came about.
 
     With `train-v….json` at hand, test is the dev file and validation every twentieth article of the training file, else
     the articles of the dev file are divided, in the order of the hashes of their titles.
+
+    Args:
+        task: `squad1` or `squad2`.
+        data: Folder of the files.
+        source: `files`, or `datasets` for the hub's copy through the package of that name.
     """
+    if source == "datasets":
+        found = hub_dataset(HUB_NAMES[task.folder])
+        return from_rows(found["train"], found["validation"]), ""
     folder = require_folder(data)
     version = task.folder
     train, dev = (
@@ -61,10 +72,7 @@ def load(task: Task, data: Path | None) -> tuple[dict[str, list[Question]], str]
         )
     questions = parse(*dev)
     if train is not None:
-        rest, validation = [], []
-        for question in parse(*train):
-            (validation if position(question.title) < 0.05 else rest).append(question)
-        return _checked({"train": rest, "validation": validation, "test": questions}), ""
+        return _hold_out(parse(*train), questions), ""
     titles = sorted({question.title for question in questions}, key=position)
     num_test, num_validation = TEST_ARTICLES[version], VALIDATION_ARTICLES[version]
     parts = {"test": titles[:num_test], "validation": titles[num_test : num_test + num_validation]}
@@ -72,6 +80,37 @@ def load(task: Task, data: Path | None) -> tuple[dict[str, list[Question]], str]
     splits = {name: [q for q in questions if q.title in parts[name]] for name in ("train", "validation", "test")}
     note = f"the {len(titles)} articles of the dev file, split {len(parts['train'])}/{num_validation}/{num_test}"
     return _checked(splits), note
+
+
+def from_rows(train: Iterable[Mapping[str, Any]], test: Iterable[Mapping[str, Any]]) -> dict[str, list[Question]]:
+    """Make the splits of rows as the hub has them: `id`, `title`, `context`, `question`, and `answers` as two lists.
+
+    Args:
+        train: Training rows; validation is held out of them, by article.
+        test: Test rows.
+    """
+
+    def convert(rows: Iterable[Mapping[str, Any]], where: str) -> list[Question]:
+        questions = []
+        for number, row in enumerate(rows):
+            try:
+                places = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+                answers = [{"text": text, "answer_start": start} for text, start in places]
+                entry = {"id": row["id"], "question": row["question"], "answers": answers}
+                questions.append(_question(entry, row["context"], row["title"], where))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{where}, row {number}: {error} is missing or of a wrong kind") from None
+        return questions
+
+    return _hold_out(convert(train, "train"), convert(test, "test"))
+
+
+def _hold_out(train: list[Question], test: list[Question]) -> dict[str, list[Question]]:
+    rest: list[Question] = []
+    validation: list[Question] = []
+    for question in train:
+        (validation if position(question.title) < VALIDATION_SHARE else rest).append(question)
+    return _checked({"train": rest, "validation": validation, "test": test})
 
 
 def _checked(splits: dict[str, list[Question]]) -> dict[str, list[Question]]:
