@@ -95,12 +95,12 @@ def test_source_datasets_asks_the_hub_for_squad(name, asked, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answers": {"text": ["red"]}}, "train, row 0: 'answer_start' is missing"),
+        ({"answers": {"text": ["red"]}}, "train, row 0 is not in the hub's layout of SQuAD: KeyError: 'answer_start'"),
         (
             {"answers": {"text": ["red"], "answer_start": [3]}},
             "question '0': the answer 'red' does not stand at character 3",
         ),
-        ({"context": None}, "question '0'|row 0"),
+        ({"context": None}, "train, row 0 is not in|question '0'"),
     ],
 )
 def test_bad_row_of_the_hub_is_an_error_that_says_where(change, message):

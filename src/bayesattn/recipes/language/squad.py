@@ -99,7 +99,8 @@ def from_rows(train: Iterable[Mapping[str, Any]], test: Iterable[Mapping[str, An
                 entry = {"id": row["id"], "question": row["question"], "answers": answers}
                 questions.append(_question(entry, row["context"], row["title"], where))
             except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{where}, row {number}: {error} is missing or of a wrong kind") from None
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{where}, row {number} is not in the hub's layout of SQuAD: {reason}") from None
         return questions
 
     return _hold_out(convert(train, "train"), convert(test, "test"))
