@@ -10,15 +10,18 @@ from language_files import GLUE, sentiment_data, write_glue, write_squad
 from rich.console import Console
 
 from bayesattn.recipes._tables import write_cell
+from bayesattn.recipes.language import grids
 from bayesattn.recipes.language import search as searching
-from bayesattn.recipes.language.search import GRIDS, TOLERANCE, Trial, grid_settings, rank, search, trials
+from bayesattn.recipes.language.grids import GRIDS, Trial, grid_settings, trials
+from bayesattn.recipes.language.search import TOLERANCE, rank, search
+from bayesattn.recipes.language.train import load_config
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
 SMALL = {"soft": {"training.learning_rate": [1e-5, 1e-3]}, "BAM-WC": {"training.kl_schedule.final": [1e-4, 1e-3]}}
 
 
 def run_search(out, monkeypatch, **options):
-    monkeypatch.setattr(searching, "GRIDS", SMALL)
+    monkeypatch.setattr(grids, "GRIDS", SMALL)
     options = {"num_seeds": 1, "data": sentiment_data(), "out": out, "console": Console(file=io.StringIO())} | options
     return search(["own"], list(SMALL), settings=TINY, **options)
 
@@ -70,7 +73,7 @@ def test_part_of_the_grids_is_what_has_all_the_settings(tmp_path):
 
 
 def fake_trial(folder, rate, task, accuracy, nll):
-    config = searching.load_config(task, [*TINY, f"training.learning_rate={rate}"])
+    config = load_config(task, [*TINY, f"training.learning_rate={rate}"])
     trial = Trial("soft", (f"training.learning_rate={rate}",), dataclasses.replace(config, seed=100), folder)
     values = {"accuracy": accuracy, "nll": nll, "ece": 0.1, "aurc": 0.1, "main": accuracy}
     write_cell(trial.path, trial.identity, {"methods": {"mean": values}})
