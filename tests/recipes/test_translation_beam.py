@@ -99,6 +99,31 @@ def test_narrow_beam_is_the_textbook_search(seed, beam):
             assert float(found.scores[sentence, place]) == pytest.approx(score, abs=1e-5)
 
 
+def test_finished_sentences_leave_the_batch_and_the_others_do_not_notice():
+    batch, beam, max_length = 7, 4, 40
+    whole, _ = toy_model(5, batch)
+    sizes = []
+
+    def narrow(rows):
+        sizes.append(len(rows))
+
+        def next_log_probs(tokens, state):
+            # the same tables, asked for some of the sentences
+            all_tokens, all_seen = (torch.full((batch, beam), START).index_copy(0, rows, x) for x in (tokens, state.seen))
+            log_probs, _ = whole(all_tokens, Chain(all_seen))
+            return log_probs[rows], Chain(tokens)
+
+        return next_log_probs
+
+    state = Chain(torch.full((batch, beam), START))
+    options = {"batch": batch, "beam": beam, "max_length": max_length, "num_best": 3}
+    expected, found = beam_search(whole, state, **options), beam_search(whole, state, narrow=narrow, **options)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.scores, expected.scores)
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0 < sizes[-1] < batch
+
+
 def test_every_hypothesis_ends_within_the_limit():
     model, _ = toy_model(3, 2)
     found = search(model, 2, 3, 2, num_best=3)

@@ -214,6 +214,19 @@ def test_draws_disagree_and_the_mean_does_not():
     assert torch.allclose(-plain.probability[plain.steps].log(), nll[plain.steps], atol=1e-5)
 
 
+def test_draws_are_judged_side_by_side_as_one_by_one(monkeypatch):
+    model = build("soft", dropout=0.0).eval()
+    # nothing is random in this model, so every draw is the mean
+    model.dropout.p = 1e-12
+    mean = judge(model, SOURCES, TARGETS, "mean", 1)
+    for tokens in (1, 4, 1000):
+        monkeypatch.setattr("bayesattn.recipes.translation.translate.evaluation_tokens", lambda model, t=tokens: t)
+        drawn = judge(model, SOURCES, TARGETS, "dropout", 5)
+        # float32 sums of five fifths
+        assert torch.allclose(drawn.probability, mean.probability, rtol=1e-5)
+        assert torch.equal(drawn.is_right, mean.is_right)
+
+
 def test_dropout_is_drawn_in_the_decoder_too():
     model = build("soft", dropout=0.5).eval()
     batch = make_batch(SOURCES, TARGETS)

@@ -376,6 +376,10 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
     ):
         assert expected in text
     assert len((tmp_path / "multi30k.csv").read_text().splitlines()) == 1 + 3 * 2
+    # the rivals are not drawn from, and their cells say so
+    rival = json.loads((tmp_path / "cells" / "multi30k-enum-0.json").read_text())["measures"]
+    assert rival["not_measured"] == ["iwslt14-test", "uncertainty", "calibration"]
+    assert "enum, mean" not in text
     cell = json.loads((tmp_path / "cells" / "multi30k-wc-0.json").read_text())["measures"]
     assert len(cell["tests"]["test"]["outputs"]) == len(splits["test"].sources)
     assert len(cell["uncertainty"]["attention entropy"]["rejection"]) == len(measure.REJECTED)

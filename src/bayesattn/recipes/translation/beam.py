@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesattn.recipes.translation.vocabulary import END, PAD, START
 
-# how many steps pass before the host asks the device whether all sentences are finished
+# how many steps pass before the host asks the device which sentences are finished
 CHECK_EVERY = 4
+# finished sentences leave the batch when at most this share is left
+LEAVE_BELOW = 0.75
 
 # (last tokens, state) → (ln p of every next token, new state); the state is a tree of tensors, batch and hypotheses first
 Next = Callable[[Int[Tensor, "b k"], Any], tuple[Float[Tensor, "b k v"], Any]]
@@ -51,6 +53,7 @@ def beam_search(
     penalty: float = 1.0,
     num_best: int = 1,
     device: torch.device | str = "cpu",
+    narrow: Callable[[Int[Tensor, " rows"]], Next] | None = None,
 ) -> Hypotheses:
     """Return the best hypotheses found.
 
@@ -63,6 +66,7 @@ def beam_search(
         penalty: The power a; 0 compares plain log-probabilities.
         num_best: Hypotheses returned; the search ends when no living one can still be among them.
         device: Of the state.
+        narrow: Returns the model for some sentences of the batch; where it is given, finished sentences leave the batch.
     """
     if beam < 1 or max_length < 1 or num_best < 1:
         raise ValueError(f"beam, max_length, num_best are {beam}, {max_length}, {num_best}; allowed: at least 1")
@@ -74,23 +78,41 @@ def beam_search(
     alive = torch.full((batch, beam), -math.inf, device=device)
     alive[:, 0] = 0.0
     done = Hypotheses(tokens[:, :1].expand(-1, num_best, -1), torch.full((batch, num_best), -math.inf, device=device))
+    found, rows = Hypotheses(*(value.clone() for value in done)), torch.arange(batch, device=device)
     for step in range(max_length):
         log_probs, state = next_log_probs(last, state)
-        total = alive.unsqueeze(-1) + log_probs
-        ended = Hypotheses(tokens.clone(), total[..., END] / length_penalty(step + 1, penalty))
+        ended = Hypotheses(tokens.clone(), (alive + log_probs[..., END]) / length_penalty(step + 1, penalty))
         ended.tokens[..., step] = END
         done = _best(done, ended, num_best)
         if step + 1 == max_length:
             break
-        total[..., END] = -math.inf
+        # the best of every hypothesis, then the best of those: the vocabulary is read once; the end token may be among them
+        grown, words = log_probs.topk(min(beam + 1, log_probs.shape[-1]), dim=-1)
+        total = (alive.unsqueeze(-1) + grown).masked_fill(words == END, -math.inf)
         alive, flat = total.flatten(1).topk(beam, dim=1)
-        origin, last = flat // total.shape[-1], flat % total.shape[-1]
+        origin, last = flat // total.shape[-1], words.flatten(1).gather(1, flat)
         tokens = tokens.gather(1, origin.unsqueeze(-1).expand_as(tokens))
         tokens[..., step] = last
         state = tree_map(lambda value, origin=origin: _reorder(value, origin), state)
-        if (step + 1) % CHECK_EVERY == 0 and _is_over(alive, done.scores, max_length, penalty):
-            break
-    return done
+        if (step + 1) % CHECK_EVERY == 0:
+            is_open = _is_open(alive, done.scores, max_length, penalty)
+            count = int(is_open.sum())
+            if count == 0:
+                break
+            if narrow is not None and count <= LEAVE_BELOW * len(rows):
+                _put(found, rows, done)
+                left = is_open.nonzero().squeeze(1)
+                rows, alive, last, tokens = rows[left], alive[left], last[left], tokens[left]
+                done = Hypotheses(done.tokens[left], done.scores[left])
+                state = tree_map(lambda value, left=left: value[left], state)
+                next_log_probs = narrow(rows)
+    _put(found, rows, done)
+    return found
+
+
+def _put(found: Hypotheses, rows: Int[Tensor, " rows"], done: Hypotheses) -> None:
+    for whole, part in zip(found, done, strict=True):
+        whole[rows] = part
 
 
 def _best(first: Hypotheses, second: Hypotheses, count: int) -> Hypotheses:
@@ -103,7 +125,8 @@ def _reorder(value: Shaped[Tensor, "b k *d"], origin: Int[Tensor, "b k"]) -> Sha
     return value.gather(1, origin.view(*origin.shape, *[1] * (value.ndim - 2)).expand_as(value))
 
 
-def _is_over(alive: Tensor, done: Tensor, max_length: int, penalty: float) -> bool:
-    """Whether no living hypothesis can still enter its sentence's list: log-probabilities only fall, penalties only grow."""
-    reachable = alive[:, 0] / length_penalty(max_length, penalty)
-    return bool((reachable <= done[:, -1]).all())
+def _is_open(
+    alive: Float[Tensor, "b k"], done: Float[Tensor, "b best"], max_length: int, penalty: float
+) -> Bool[Tensor, " b"]:
+    """Whether a living hypothesis can still enter its sentence's list: log-probabilities only fall, penalties only grow."""
+    return alive[:, 0] / length_penalty(max_length, penalty) > done[:, -1]

@@ -35,6 +35,10 @@ class Memory(NamedTuple):
     mask: Bool[Tensor, "b n"]
     prior: Float[Tensor, "b 1 1 n"] | None
 
+    def take(self, rows: slice | Int[Tensor, " rows"]) -> "Memory":
+        """Return the memory of some of the sentences."""
+        return Memory(*(None if value is None else value[rows] for value in self))  # type: ignore[arg-type]
+
 
 class Unrolled(NamedTuple):
     """Every step of a sequence, and the KL of all of them where it was asked for and is needed."""

@@ -117,7 +117,8 @@ def rejection_figure(cells: Cells, *, title: str = "") -> Figure:
     figure, axes = new_figure(6.4, 3.8)
     ax = axes[0, 0]
     for index, (variant, signal) in enumerate(SHOWN):
-        found = [cell["uncertainty"][signal]["rejection"] for cell in finished_runs(cells).get(variant, {}).values()]
+        runs = finished_runs(cells).get(variant, {}).values()
+        found = [cell["uncertainty"][signal]["rejection"] for cell in runs if signal in cell["uncertainty"]]
         if found:
             mean = [sum(column) / len(column) for column in zip(*found, strict=True)]
             look = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": LINES[index % len(LINES)]}

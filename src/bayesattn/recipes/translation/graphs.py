@@ -51,8 +51,13 @@ class _Loop(nn.Module):
         self.decoder, self.names = decoder, names
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        # planned attention has no prior inside the loop
-        found = self.decoder.unroll(**{"prior": None, "drop": None, **dict(zip(self.names, inputs, strict=True))})
+        # a low-precision copy of a weight serves all steps; it is part of the recording, so every replay makes it anew
+        dtype, low = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        torch.clear_autocast_cache()
+        with torch.autocast("cuda", dtype, enabled=low, cache_enabled=True):
+            # planned attention has no prior inside the loop
+            found = self.decoder.unroll(**{"prior": None, "drop": None, **dict(zip(self.names, inputs, strict=True))})
+        torch.clear_autocast_cache()
         return tuple(value for value in found if value is not None)
 
 
@@ -99,7 +104,7 @@ class GraphedUnroll:
         samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs.values())
         loop = _Loop(self.decoder, tuple(inputs)).train(self.decoder.training)
         dtype = torch.get_autocast_dtype("cuda")
-        # a cached low-precision copy of a weight would be baked into the recording
+        # a low-precision copy of a weight from outside would be baked into the recording; the loop makes its own
         with (
             torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
             warnings.catch_warnings(),

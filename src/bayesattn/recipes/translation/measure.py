@@ -12,14 +12,13 @@ from torch import Tensor
 from bayesattn.metrics.calibration import expected_calibration_error
 from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.batches import Corpus, encode_pairs, token_batches
-from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.model import Translator, evaluation_tokens
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.translate import (
     available_methods,
     decode,
     decode_draws,
     disagreement,
-    evaluation_tokens,
     judge,
 )
 from bayesattn.recipes.translation.vocabulary import END, Vocabulary

@@ -1,6 +1,6 @@
 """The translation model: bidirectional LSTM encoder, attentive LSTM decoder, any attention (Sec. 4.4 and App. D.4)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -147,10 +147,14 @@ class Translator(nn.Module):
             parts.append(part(*arguments) if keeps else checkpoint(part, *arguments, use_reentrant=False))
         return torch.cat(parts, dim=1)
 
-    def log_probs(self, memory: Memory, target_in: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
-        """Return ln p of every token at every step of given targets."""
-        unrolled = self.unroll(memory, target_in)
-        return self._predict(unrolled.states, unrolled.contexts, unrolled.scores, memory)
+    def log_probs(
+        self, memory: Memory, target_in: Int[Tensor, "b t"], num_parts: int = 1
+    ) -> Iterator[Float[Tensor, "part t v"]]:
+        """Yield ln p of every token at every step of given targets; the loop runs once, the vocabulary a part at a time."""
+        unrolled, size = self.unroll(memory, target_in), len(target_in) // num_parts
+        for part in range(num_parts):
+            rows = slice(part * size, (part + 1) * size)
+            yield self._predict(unrolled.states[rows], unrolled.contexts[rows], unrolled.scores[rows], memory.take(rows))
 
     def next_log_probs(
         self, tokens: Int[Tensor, "b k"], state: State, memory: Memory
@@ -196,3 +200,8 @@ class Translator(nn.Module):
             total = part if total is None else torch.logaddexp(total, part)
         assert total is not None
         return total
+
+
+def evaluation_tokens(model: Translator) -> int:
+    """Return the tokens of a batch outside training: a GPU waits for launches, so many; a CPU gains nothing by more."""
+    return 16384 if next(model.parameters()).is_cuda else 1024

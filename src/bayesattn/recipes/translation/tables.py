@@ -35,7 +35,8 @@ def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
             "parameters": cell["parameters"],
             "train_seconds": cell["seconds"]["train"],
             "test_seconds": cell["seconds"][test],
-            "uncertainty_seconds": cell["seconds"]["uncertainty"],
+            "uncertainty_seconds": cell["seconds"].get("uncertainty", ""),
+            "not_measured": " ".join(cell["not_measured"]),
             "diverged": "",
         }
         for variant, by_seed in finished_runs(cells).items()
@@ -139,14 +140,22 @@ def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], ma
     ]
 
 
+def _by_name(by_seed: dict[int, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what the seeds say under every name; a run that was not measured so closely says nothing."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for cell in by_seed.values():
+        for name, values in cell[kind].items():
+            found.setdefault(name, []).append(values)
+    return found
+
+
 _CALIBRATION_HEADER = ["attention, draws", "perplexity", "token accuracy", "token ECE"]
 
 
 def _calibration_rows(cells: Cells) -> list[list[str]]:
     rows = []
     for variant, by_seed in cells.items():
-        for method in next(iter(by_seed.values()))["calibration"]:
-            found = [cell["calibration"][method] for cell in by_seed.values()]
+        for method, found in _by_name(by_seed, "calibration").items():
             columns = (("perplexity", 3), ("token_accuracy", 4), ("token_ece", 4))
             rows.append(
                 [f"{variant}, {method}", *(_tables.show(over_runs([f[n] for f in found]), digits=d) for n, d in columns)]
@@ -160,8 +169,7 @@ _UNCERTAINTY_HEADER = ["attention, draws, signal", "Spearman chrF", "Spearman BL
 def _uncertainty_rows(cells: Cells) -> list[list[str]]:
     rows = []
     for variant, by_seed in cells.items():
-        for signal in next(iter(by_seed.values()))["uncertainty"]:
-            found = [cell["uncertainty"][signal] for cell in by_seed.values()]
+        for signal, found in _by_name(by_seed, "uncertainty").items():
             numbers = [[f["spearman_chrf"], f["spearman_bleu"], f["rejection"][0], f["rejection"][2]] for f in found]
             columns = zip(*numbers, strict=True)
             shown = [_tables.show(over_runs(list(c)), digits=d) for c, d in zip(columns, (3, 3, 2, 2), strict=True)]

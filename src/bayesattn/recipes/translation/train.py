@@ -17,7 +17,7 @@ from bayesattn.recipes._train import MetricLog, build_config, find_config, load_
 from bayesattn.recipes.translation.batches import Corpus, encode_pairs, make_batch, token_batches
 from bayesattn.recipes.translation.data import load_splits
 from bayesattn.recipes.translation.graphs import Mode
-from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.model import Translator, evaluation_tokens
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.vocabulary import PAD, Vocabulary
 
@@ -130,7 +130,7 @@ class TranslationExperiment(Experiment):
         self.validation = encode_pairs(splits["validation"], self.vocabulary)
         self.num_examples = len(self.train.sources)
         self.model = build_model(config, len(self.vocabulary))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, fused=True)
         total = num_steps(self, config.training)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: _share_of_rate(step, total, config.warmup)
@@ -162,7 +162,7 @@ class TranslationExperiment(Experiment):
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return the loss of a validation token, and its exponential."""
-        nll = corpus_nll(model, self.validation, self.config.batch_tokens)
+        nll = corpus_nll(model, self.validation, max(self.config.batch_tokens, evaluation_tokens(self.model)))
         return {"validation_nll": nll, "validation_perplexity": math.exp(min(nll, 700.0))}
 
 

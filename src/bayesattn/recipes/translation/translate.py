@@ -6,6 +6,8 @@ model without any), and each is asked twice: what it thinks of the translation's
 
 import dataclasses
 import difflib
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from bayesattn.predict import sampling
 from bayesattn.recipes.translation.batches import Corpus, make_batch, token_batches
 from bayesattn.recipes.translation.beam import beam_search
 from bayesattn.recipes.translation.decoder import Memory
-from bayesattn.recipes.translation.model import Translator
+from bayesattn.recipes.translation.model import Translator, evaluation_tokens
 from bayesattn.recipes.translation.vocabulary import END, PAD, Vocabulary
 
 METHODS = ("mean", "attention", "dropout", "attention+dropout")
@@ -97,11 +99,6 @@ def check_lengths(sources: Sequence[Sequence[int]], max_tokens: int, name: str) 
             raise ValueError(f"{name}, line {number} has {len(tokens)} tokens; allowed: at most {max_tokens}")
 
 
-def evaluation_tokens(model: Translator) -> int:
-    """Return the tokens of a batch outside training: a GPU waits for launches, so many; a CPU gains nothing by more."""
-    return 8192 if next(model.parameters()).is_cuda else 1024
-
-
 @torch.no_grad()
 def decode(
     model: Translator,
@@ -128,7 +125,7 @@ def decode(
     for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model) * 10 // min(beam, 10)):
         longest = max(len(sources[index]) for index in indices)
         best = beam_search(
-            lambda tokens, state, memory=memory: model.next_log_probs(tokens, state, memory),
+            functools.partial(model.next_log_probs, memory=memory),
             model.decoder.start(memory, beam),
             batch=len(indices),
             beam=beam,
@@ -136,6 +133,7 @@ def decode(
             max_length=longest + longest // 2 + 10,
             penalty=penalty,
             device=memory.values.device,
+            narrow=lambda rows, memory=memory: functools.partial(model.next_log_probs, memory=memory.take(rows)),
         )
         for index, tokens in zip(indices, best.tokens[:, 0].tolist(), strict=True):
             found[index] = tokens[: tokens.index(END)]
@@ -205,12 +203,17 @@ def judge(
     source, target_in, target = (batch[name].to(device) for name in ("source", "target_in", "target_out"))
     count = 1 if method == "mean" else num_samples
     mean, spread, votes = (torch.zeros((), device=device) for _ in range(3))
+    # draws side by side in one batch: the decoder's steps wait for each other, its rows do not
+    at_once = max(1, 10 * evaluation_tokens(model) // max(source.numel(), target.numel()))
     with drawing(model, method):
-        for _ in range(count):
-            p = torch.exp(model.log_probs(model.encode(source, batch["source_lengths"]), target_in))
-            mean = mean + p / count
-            spread = spread + entropy(p) / count
-            votes = votes + (p.argmax(dim=-1) != target) / count
+        for start in range(0, count, at_once):
+            size = min(at_once, count - start)
+            memory = model.encode(source.repeat(size, 1), batch["source_lengths"] * size)
+            for log_probs in model.log_probs(memory, target_in.repeat(size, 1), num_parts=size):
+                p = torch.exp(log_probs)
+                mean = mean + p / count
+                spread = spread + torch.special.entr(p).sum(dim=-1) / count
+                votes = votes + (p.argmax(dim=-1) != target) / count
     steps = target != PAD
     confidence, favourite = mean.max(dim=-1)
     overall = entropy(mean)
@@ -297,5 +300,7 @@ def disagreement(best: Sequence[int], own: Sequence[Sequence[int]]) -> float:
     """Return 1 − mean similarity of sampled translations to the best one; 0 without samples."""
     if not own:
         return 0.0
-    ratios = [difflib.SequenceMatcher(None, best, tokens, autojunk=False).ratio() for tokens in own]
-    return 1.0 - sum(ratios) / len(ratios)
+    # many draws say the same
+    times = Counter(map(tuple, own))
+    ratios = (difflib.SequenceMatcher(None, best, tokens, autojunk=False).ratio() * n for tokens, n in times.items())
+    return 1.0 - sum(ratios) / len(own)
