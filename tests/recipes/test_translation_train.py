@@ -376,6 +376,9 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
     ):
         assert expected in text
     assert len((tmp_path / "multi30k.csv").read_text().splitlines()) == 1 + 3 * 2
+    compared = (tmp_path / "multi30k-comparisons.csv").read_text().splitlines()
+    assert compared[0] == "dataset,variant,seed,test,bleu,difference,bootstrap_p"
+    assert [line.split(",")[1:3] for line in compared[1:]] == [["wc", "0"], ["wc", "1"], ["enum", "0"], ["enum", "1"]]
     # the rivals are not drawn from, and their cells say so
     rival = json.loads((tmp_path / "cells" / "multi30k-enum-0.json").read_text())["measures"]
     assert rival["not_measured"] == ["iwslt14-test", "uncertainty", "calibration"]

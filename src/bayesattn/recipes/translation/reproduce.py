@@ -19,7 +19,14 @@ from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
 from bayesattn.recipes.translation.figures import rejection_figure, write_figure
 from bayesattn.recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
-from bayesattn.recipes.translation.tables import Cells, calibration_csv_rows, csv_rows, render, uncertainty_csv_rows
+from bayesattn.recipes.translation.tables import (
+    Cells,
+    calibration_csv_rows,
+    comparison_csv_rows,
+    csv_rows,
+    render,
+    uncertainty_csv_rows,
+)
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.train import CONFIGS, TranslationConfig, load_config, load_run, train_on
 from bayesattn.runs import read_run, write_bytes, write_json
@@ -90,8 +97,11 @@ def reproduce(
             _tables.write_csv(out / f"{dataset}.csv", csv_rows(dataset, cells))
             _tables.write_csv(out / f"{dataset}-uncertainty.csv", uncertainty_csv_rows(dataset, cells))
             _tables.write_csv(out / f"{dataset}-calibration.csv", calibration_csv_rows(dataset, cells))
+            comparisons = comparison_csv_rows(dataset, cells, loaded[dataset])
+            if comparisons:
+                _tables.write_csv(out / f"{dataset}-comparisons.csv", comparisons)
             write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
-            parts.append(render(dataset, cells, loaded[dataset], split_hash(loaded[dataset])))
+            parts.append(render(dataset, cells, comparisons, split_hash(loaded[dataset])))
     if minutes != 0:
         parts.append(cost_table(datasets[0], wanted[datasets[0]], out, settings))
     text = "\n".join(parts)

@@ -80,13 +80,32 @@ def calibration_csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
     ]
 
 
-def render(dataset: str, cells: Cells, splits: dict[str, Pairs], digest: str) -> str:
+def comparison_csv_rows(dataset: str, cells: Cells, splits: dict[str, Pairs]) -> list[dict[str, Any]]:
+    """Return BLEU minus that of soft attention with the same seed, and the paired bootstrap's p, for the first test."""
+    finished = finished_runs(cells)
+    soft, rows = finished["soft"], []
+    for variant, by_seed in finished.items():
+        for seed, cell in by_seed.items():
+            if variant == "soft" or seed not in soft:
+                continue
+            test, ours = next(iter(cell["tests"].items()))
+            baseline = soft[seed]["tests"][test]
+            p_value = bleu.bootstrap_p_value(baseline["outputs"], ours["outputs"], splits[test].targets)
+            row = {"dataset": dataset, "variant": variant, "seed": seed, "test": test, "bleu": ours["bleu"]}
+            rows.append({**row, "difference": ours["bleu"] - baseline["bleu"], "bootstrap_p": p_value})
+    return rows
+
+
+def render(dataset: str, cells: Cells, comparisons: list[dict[str, Any]], digest: str) -> str:
     """Return the Markdown of one data set: quality beside the paper's BLEU, and the worth of the uncertainty."""
     finished = finished_runs(cells)
     any_soft = next(iter(finished["soft"].values()))
     tests = list(any_soft["tests"])
     main = tests[0]
-    rows = [_quality_row(variant, by_seed, finished["soft"], main, splits[main]) for variant, by_seed in finished.items()]
+    rows = [
+        _quality_row(variant, by_seed, main, [row for row in comparisons if row["variant"] == variant])
+        for variant, by_seed in finished.items()
+    ]
     header = ["attention", "seeds", f"BLEU, {main}", "− soft", "p (bootstrap), each seed", "perplexity", "token ECE"]
     others = [
         [
@@ -117,25 +136,18 @@ def _show_all(values: list[float]) -> str:
     return _tables.show(over_runs(values)) if values else "–"
 
 
-def _quality_row(variant: str, by_seed: dict[int, Any], soft: dict[int, Any], main: str, pairs: Pairs) -> list[str]:
-    def each(cells: dict[int, Any], name: str) -> dict[int, float]:
-        return {seed: cell["tests"][main][name] for seed, cell in cells.items()}
+def _quality_row(variant: str, by_seed: dict[int, Any], main: str, comparisons: list[dict[str, Any]]) -> list[str]:
+    def shown(name: str, digits: int = 2) -> str:
+        return _tables.show(over_runs([cell["tests"][main][name] for cell in by_seed.values()]), digits=digits)
 
-    common = {seed: cell for seed, cell in by_seed.items() if seed in soft}
-    difference, p_values = "–", "–"
-    if variant != "soft" and common:
-        difference = _tables.show(_tables.paired(each(common, "bleu"), each(soft, "bleu")).difference)
-        texts = [(soft[seed]["tests"][main]["outputs"], cell["tests"][main]["outputs"]) for seed, cell in common.items()]
-        tested = [bleu.bootstrap_p_value(baseline, ours, pairs.targets) for baseline, ours in texts]
-        p_values = ", ".join(map(_tables.show_p, tested))
     return [
         variant,
         str(len(by_seed)),
-        _tables.show(over_runs(list(each(by_seed, "bleu").values()))),
-        difference,
-        p_values,
-        _tables.show(over_runs(list(each(by_seed, "perplexity").values()))),
-        _tables.show(over_runs(list(each(by_seed, "token_ece").values())), digits=3),
+        shown("bleu"),
+        _show_all([row["difference"] for row in comparisons]),
+        ", ".join(_tables.show_p(row["bootstrap_p"]) for row in comparisons) or "–",
+        shown("perplexity"),
+        shown("token_ece", digits=3),
         f"{PAPER_BLEU[variant]:.2f}" if variant in PAPER_BLEU else "–",
     ]
 
