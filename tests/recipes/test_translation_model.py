@@ -299,13 +299,35 @@ def test_compiled_decoder_is_the_plain_one():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["hard-gumbel", "mc-dropout"])
+def test_every_replay_draws_anew(variant):
+    torch.manual_seed(2)
+    model = Translator(AttentionChoice(variant), 17, **SIZES, dropout=0.0, decoder_mode="auto").cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # a fresh model hardly looks at the source
+            parameter.mul_(10.0)
+    batch = make_batch(SOURCES, TARGETS)
+    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    found = []
+    for _ in range(3):
+        found.append(model(**batch))
+        found[-1].sum().backward()
+    # the first call records, the others replay
+    assert not torch.equal(found[1], found[2])
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LC"])
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LC", "mc-dropout"])
 def test_recorded_decoder_is_the_plain_one(variant, low):
     found = []
     for mode in ("eager", "cuda-graph"):
         torch.manual_seed(2)
-        model = Translator(AttentionChoice(variant), 17, **SIZES, dropout=0.0, decoder_mode=mode).cuda()
+        # a recording draws other masks, so there are none
+        attention = AttentionChoice(variant, attention_dropout=0.0)
+        model = Translator(attention, 17, **SIZES, dropout=0.0, decoder_mode=mode).cuda()
         changes, rows = torch.Generator("cuda").manual_seed(7), []
         # the third call replays what the first recorded, after a recording of another shape in the same memory
         for call, count in enumerate((3, 2, 3, 2)):

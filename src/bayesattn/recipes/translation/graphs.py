@@ -7,8 +7,8 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
     decoder_mode: compile      torch.compile of the step, one compilation for all lengths; fuses the elementwise kernels
     decoder_mode: cuda-graph   records forward and backward of the whole loop once for every (batch, target, source) shape
                                and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
-                               needs an attention whose randomness is drawn beforehand (soft, BAM,
-                               variational)
+                               needs an attention whose randomness is drawn beforehand (soft, BAM, variational) or by
+                               torch's generator alone, which goes on at every replay (hard-gumbel, mc-dropout)
     decoder_mode: auto         cuda-graph where device and attention allow it, else eager: one setting for all variants
 """
 
@@ -24,15 +24,22 @@ from bayesattn.recipes.translation.decoder import Decoder, Unrolled
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
 MODES = get_args(Mode)
+# these draw inside the loop, and what they leave behind is their weights; the others record a KL or a choice at every step
+DRAWS_ALONE = ("hard-gumbel", "mc-dropout")
+
+
+def is_recordable(decoder: Decoder) -> bool:
+    """Whether tensors are all that a step of the decoder takes and leaves, so that it can be replayed."""
+    return decoder.attention.is_plannable or decoder.attention.weights.config.variant in DRAWS_ALONE
 
 
 def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
     """Return what runs `decoder.unroll` in training."""
     if mode not in MODES:
         raise ValueError(f"decoder_mode is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
-    if mode == "eager" or (mode == "auto" and not decoder.attention.is_plannable):
+    if mode == "eager" or (mode == "auto" and not is_recordable(decoder)):
         return decoder.unroll
-    if not decoder.attention.is_plannable:
+    if not (is_recordable(decoder) if mode != "compile" else decoder.attention.is_plannable):
         variant = decoder.attention.weights.config.variant
         raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
     if mode == "compile":
@@ -55,8 +62,9 @@ class _Loop(nn.Module):
         dtype, low = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         torch.clear_autocast_cache()
         with torch.autocast("cuda", dtype, enabled=low, cache_enabled=True):
-            # planned attention has no prior inside the loop
-            found = self.decoder.unroll(**{"prior": None, "drop": None, **dict(zip(self.names, inputs, strict=True))})
+            # attention that can be recorded has no prior inside the loop
+            given = dict(zip(self.names, inputs, strict=True))
+            found = self.decoder.unroll(**{"prior": None, "bias": None, "drop": None, **given})
         torch.clear_autocast_cache()
         return tuple(value for value in found if value is not None)
 
@@ -83,7 +91,7 @@ class GraphedUnroll:
         keys: Tensor,
         mask: Tensor,
         prior: None,
-        bias: Tensor,
+        bias: Tensor | None,
         drop: Tensor | None,
         steps: Tensor | None = None,
     ) -> Unrolled:
