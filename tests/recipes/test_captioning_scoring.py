@@ -28,8 +28,13 @@ def test_bleu_one_is_clipped_precision_times_brevity():
 def test_both_implementations_of_bleu_agree():
     scores = score(CAPTIONS, REFERENCES, use_java=False)
     for order in (1, 2, 3, 4):
-        # the COCO code adds 1e-15 to every count, torchmetrics computes in float32
-        assert scores.values[f"BLEU-{order}"] == pytest.approx(bleu(CAPTIONS, REFERENCES, order), rel=1e-5)
+        # the COCO code adds 1e-15 to every count
+        assert scores.values[f"BLEU-{order}"] == pytest.approx(bleu(CAPTIONS, REFERENCES, order), rel=1e-6)
+
+
+def test_of_two_references_equally_close_in_length_bleu_takes_the_shorter():
+    # three words between two and four: as long as asked for, so no penalty
+    assert bleu(["a b c"], [["a b c d", "a b"]], order=2) == pytest.approx(100.0)
 
 
 @needs_package

@@ -18,7 +18,7 @@ from bayesattn.recipes._train import MetricLog, build_config, find_config, load_
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit, DatasetName, load_data
 from bayesattn.recipes.captioning.decoding import beam_search
 from bayesattn.recipes.captioning.model import Att2in
-from bayesattn.recipes.captioning.scoring import bleu
+from bayesattn.recipes.captioning.scoring import CorpusBleu
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
 from bayesattn.runs import CHECKPOINT_FILE, RunError, read_tensors
 
@@ -171,6 +171,7 @@ class CaptioningExperiment(Experiment):
         vocabulary = Vocabulary.build(sentences, config.min_count)
         self.train = encode_captions(train_split, vocabulary, config.max_length)
         self.validation = encode_captions(data.splits["validation"], vocabulary, config.max_length)
+        self.bleu = CorpusBleu(data.splits["validation"].captions)
         self.num_examples = len(self.train.words)
         self.model = build_model(config, vocabulary, data.regions.dim)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate)
@@ -211,7 +212,7 @@ class CaptioningExperiment(Experiment):
         captions = caption_split(self.model, self.data, split, **search_options(self.config))
         return {
             "validation_nll": float(total) / labels,
-            "validation_bleu": bleu(captions, split.captions),
+            "validation_bleu": self.bleu(captions),
             "skipped_captions": self.train.num_skipped + self.validation.num_skipped,
         }
 

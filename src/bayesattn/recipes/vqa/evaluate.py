@@ -91,7 +91,9 @@ def predict_run(
     found = {}
     for done, condition in enumerate(conditions, start=1):
         questions = condition.split.questions
-        parts = [part for part, _ in draws(model, condition, methods, num_samples, seed)]
+        with training_precision(config):
+            found_parts = draws(model, condition, methods, num_samples, seed)
+            parts = [{method: part.cpu() for method, part in by_method.items()} for by_method, _ in found_parts]
         samples = {method: torch.cat([part[method] for part in parts], dim=1) for method in methods}
         on_progress(done, len(conditions))
         targets = soft_targets(questions, model.vocabulary, "paper")
@@ -124,7 +126,7 @@ def thin(split: Split, limit: int) -> Split:
 def draws(
     model: MCAN, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
 ) -> Iterator[tuple[dict[str, Float[Tensor, "_ b c"]], list[int]]]:
-    """Yield the probability of every answer by method, draws first, batch by batch, with the questions' indices.
+    """Yield the probability of every answer by method, draws first, on the model's device, with the questions' indices.
 
     The feature noise depends on the seed and the question alone, so that all methods and models on a device see the same.
     """
@@ -148,7 +150,7 @@ def draws(
                     task="multilabel",
                     dropout=method.endswith("dropout"),
                 ).samples
-            found[method] = samples.cpu()
+            found[method] = samples
         yield found, indices.tolist()
 
 
@@ -161,7 +163,10 @@ def tabulate(
         questions = [condition.split.questions[index] for index in indices]
         targets = soft_targets(questions, model.vocabulary, "paper")
         for method, samples in found.items():
-            tables[method].append(tabulate_predictions(samples, targets, task="multilabel", test="welch"))
+            # where the draws are: the entropy of a thousand answers is work for the device, in full precision
+            with torch.autocast(samples.device.type, enabled=False):
+                table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
+            tables[method].append(table)
     return {method: _joined(parts) for method, parts in tables.items()}
 
 
@@ -169,7 +174,7 @@ def _joined(tables: list[PredictionTable]) -> PredictionTable:
     columns = {}
     for field in dataclasses.fields(PredictionTable):
         values = [getattr(table, field.name) for table in tables]
-        columns[field.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0]
+        columns[field.name] = torch.cat(values).cpu() if isinstance(values[0], Tensor) else values[0]
     return PredictionTable(**columns)
 
 
@@ -188,6 +193,11 @@ def by_kind(split: Split, whole: SplitPredictions) -> dict[str, SplitPredictions
 def choose_device() -> torch.device:
     """Return the GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def training_precision(config: VQAConfig) -> torch.autocast:
+    """Return the context in which a model answers as precisely as it was trained and its epoch chosen."""
+    return torch.autocast(choose_device().type, torch.bfloat16, enabled=config.training.precision == "bf16")
 
 
 def _shown(model: MCAN, split: Split, num_samples: int, seed: int) -> dict[str, Any]:

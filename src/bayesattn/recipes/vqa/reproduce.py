@@ -20,7 +20,14 @@ from bayesattn.recipes._vision.cells import Cells, at_hand, choose, collect, dea
 from bayesattn.recipes.vqa.accuracy import soft_targets, wordnet, wups
 from bayesattn.recipes.vqa.daquar import is_single
 from bayesattn.recipes.vqa.data import Split, load_splits
-from bayesattn.recipes.vqa.evaluate import PAPER_VARIANCE, Condition, available_methods, choose_device, tabulate
+from bayesattn.recipes.vqa.evaluate import (
+    PAPER_VARIANCE,
+    Condition,
+    available_methods,
+    choose_device,
+    tabulate,
+    training_precision,
+)
 from bayesattn.recipes.vqa.model import MCAN
 from bayesattn.recipes.vqa.tables import LEVELS, draw_curve, render
 from bayesattn.recipes.vqa.train import VQAConfig, load_config, load_run, train_run
@@ -76,7 +83,7 @@ def reproduce(
     ]
     write_csv(out / "vqa.csv", rows)
     for dataset, by_variant in results.items():
-        draw_curve(by_variant, out / f"vqa-{dataset}-noise.png")
+        draw_curve(dataset, by_variant, out / f"vqa-{dataset}-noise.png")
     write_bytes(out / "vqa.md", text.encode())
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return out / "vqa.md"
@@ -117,24 +124,34 @@ class Cell:
         return load_config(f"{self.dataset}-{self.variant}", [f"seed={self.seed}"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"config": dataclasses.asdict(self._config), "num_samples": NUM_SAMPLES, "levels": LEVELS}
+        levels = LEVELS[self.dataset]
+        return {"config": dataclasses.asdict(self._config), "num_samples": NUM_SAMPLES, "levels": levels}
 
 
 @one_thread()
-def measure_run(folder: Path, config: VQAConfig, data: Path | None) -> dict[str, float | int]:
-    """Return every measure of a run on the test questions, by `condition measure`; nothing is kept per question."""
+def measure_run(folder: Path, config: VQAConfig, data: Path | None, split_name: str = "test") -> dict[str, float | int]:
+    """Return every measure of a run, by `condition measure`; nothing is kept per question.
+
+    Args:
+        folder: The run.
+        config: Its config.
+        data: The folder of the data sets.
+        split_name: Of the questions; `validation` to choose settings by.
+    """
     _, model = load_run(folder)
     model = model.to(choose_device())
-    split = load_splits(config.data, data)["test"]
+    split = load_splits(config.data, data)[split_name]
     conditions = [Condition("clean", split)]
-    conditions += [Condition(f"noise {level:g}x", split, level * split.regions.variance) for level in LEVELS]
+    levels = LEVELS[config.data.dataset]
+    conditions += [Condition(f"noise {level:g}x", split, level * split.regions.variance) for level in levels]
     if config.data.dataset != "shapes":
         conditions.append(Condition("variance 5", split, PAPER_VARIANCE))
     facts = read_run(folder)
     measures = {"num_parameters": facts["num_parameters"], "train_seconds": facts["train_seconds"]}
-    for condition in conditions:
-        for name, value in measure(model, condition, available_methods(config)[1]).items():
-            measures[f"{condition.name} {name}"] = value
+    with training_precision(config):
+        for condition in conditions:
+            for name, value in measure(model, condition, available_methods(config)[1]).items():
+                measures[f"{condition.name} {name}"] = value
     return measures
 
 

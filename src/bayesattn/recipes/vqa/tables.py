@@ -8,8 +8,8 @@ from bayesattn.recipes._tables import markdown, paired, show, show_p
 from bayesattn.recipes._vision.cells import Cells
 from bayesattn.report.aggregate import over_runs
 
-# noise of the curve: its variance in units of the features' own
-LEVELS = (0.5, 1.0, 2.0)
+# noise of the curve: its variance in units of the features' own; models that look at photos forget them later
+LEVELS = {"shapes": (0.5, 1.0, 2.0), "daquar": (0.5, 1.0, 2.0, 4.0, 8.0), "vqa2": (0.5, 1.0, 2.0, 4.0, 8.0)}
 # the paper's VQA table, on VQA-v2: accuracy clean and noisy, PAvPU clean and noisy, in per cent; NOKL is not reported
 PAPER = {
     "soft": (66.95, 61.25, 70.04, 65.34),
@@ -117,11 +117,11 @@ def _by_kind(by_variant: Cells, first: dict[str, Any]) -> str:
     return "**Clean, by type of question** (PAvPU at p ≤ 0.05)\n\n" + markdown(header, rows) + "\n"
 
 
-def draw_curve(by_variant: Cells, path: Path) -> None:
+def draw_curve(dataset: str, by_variant: Cells, path: Path) -> None:
     """Draw accuracy and PAvPU against the variance of the noise, in units of the features' own."""
     figure, axes = new_figure(8.2, 3.4, columns=2)
-    places = [0.0, *LEVELS]
-    conditions = ["clean", *(f"noise {level:g}x" for level in LEVELS)]
+    places = [0.0, *LEVELS[dataset]]
+    conditions = ["clean", *(f"noise {level:g}x" for level in LEVELS[dataset])]
     for ax, (name, label) in zip(axes[0], (("accuracy", "accuracy"), ("pavpu_05", "PAvPU, p ≤ 0.05")), strict=True):
         for index, (variant, by_seed) in enumerate(by_variant.items()):
             points = [over_runs([cell[f"{condition} {name}"] for cell in by_seed.values()]) for condition in conditions]
