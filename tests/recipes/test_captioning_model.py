@@ -129,7 +129,7 @@ def test_steps_planned_together_equal_single_steps(variant, is_training):
     for unroll in (model._unroll, model._unroll_planned):
         with record_kl() as kl:
             image = model.look(regions)
-            hidden, weights = unroll(model.read(words).unbind(1), model.start(image), image, goes_on)
+            hidden, weights = unroll(model.read(words), image, goes_on)
         total = hidden[goes_on].square().sum() + (kl.total() if is_training and variant != "soft" else 0.0)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         gradients = torch.autograd.grad(total, [model.get_parameter(name) for name in names], allow_unused=True)
@@ -137,6 +137,32 @@ def test_steps_planned_together_equal_single_steps(variant, is_training):
     for single, planned in zip(*found, strict=True):
         # noise of 1e-6 in the weights; sums over some dozens of entries
         torch.testing.assert_close(planned, single, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC", "BAM-LC"])
+def test_recorded_loop_is_the_plain_one(variant):
+    """Losses, KL and gradients of every parameter; the third call replays what the first recorded, after another shape."""
+    model = small_model(variant, kl_reduction="sum").cuda().train()
+    model.dropout.p = 0.0
+    found = []
+    for mode in ("eager", "auto"):
+        model.decoder_mode, rows = mode, []
+        for call, count in enumerate((3, 2, 3, 2)):
+            torch.manual_seed(5 + call)
+            regions, words = torch.randn(count, REGIONS, FEATURES).cuda(), torch.randint(0, 13, (count, 6)).cuda()
+            model.zero_grad()
+            with record_kl() as kl:
+                logits = model(regions, words, lengths=torch.tensor([6, 2, 4][:count]).cuda())
+            total = logits.square().sum() + (kl.total() if len(kl) else 0.0)
+            total.backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            rows.append([total.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
+        found.append(rows)
+    assert len(model._recordings._recorded) == 2
+    for plain, recorded in zip(*found, strict=True):
+        # float32 sums in another order
+        torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_positions_select_steps_of_the_whole():

@@ -54,7 +54,7 @@ def beam_search(
     num_words, width = model.head.out_features, num_beams
     first = torch.arange(num_images, device=device).unsqueeze(1) * width  # row of the first beam of each image
     image = model.look(regions, region_mask).select(torch.arange(num_images, device=device).repeat_interleave(width))
-    state = model.start(image)
+    state = model.start(image.keys)
     last = torch.full((num_images * width,), BOUNDARY, device=device)
     said = torch.full((num_images, width, max_length), BOUNDARY, device=device)
     # all beams are equal at first: only one of them may go on

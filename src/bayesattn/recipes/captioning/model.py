@@ -7,19 +7,24 @@
 
 The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
 is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
-attention allows it, the noise of all steps is drawn before the first and the KL computed after the last.
+attention allows it, the noise of all steps is drawn before the first and the KL computed after the last; the loop between
+them is recorded once and replayed in training on a GPU.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from bayesattn.baselines import StepAttention
+from bayesattn.recipes._recorded import Recordings
 from bayesattn.recipes.captioning.vocabulary import Vocabulary
+
+DecoderMode = Literal["auto", "eager"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class Att2in(nn.Module):
         feature_dim: Features of an image region.
         width: Features of words, regions and states.
         dropout: On words, regions and states.
+        decoder_mode: `auto` records the loop over words, forward and backward, as a CUDA graph for every shape of batch
+            where it trains on a GPU and the attention's randomness can be drawn beforehand (soft, BAM); `eager` never does.
+            Both compute the same.
     """
 
     vocabulary_bytes: Tensor
@@ -78,8 +86,13 @@ class Att2in(nn.Module):
         feature_dim: int,
         width: int = 512,
         dropout: float = 0.5,
+        decoder_mode: DecoderMode = "auto",
     ) -> None:
         super().__init__()
+        if decoder_mode not in get_args(DecoderMode):
+            raise ValueError(f"decoder_mode is {decoder_mode!r}; allowed: 'auto', 'eager'")
+        self.decoder_mode = decoder_mode
+        self._recordings = Recordings(functools.partial(_Loop, self))
         self.vocabulary = vocabulary
         self.register_buffer("vocabulary_bytes", vocabulary.to_tensor())
         self.word_embed = nn.Embedding(len(vocabulary), width)
@@ -101,9 +114,9 @@ class Att2in(nn.Module):
         keys = self.dropout(torch.relu(self.region_embed(regions)))
         return Image(keys, mask, self.attention.prepare(keys, mask))
 
-    def start(self, image: Image) -> State:
+    def start(self, keys: Float[Tensor, "c n d"]) -> State:
         """Return the state before the first word: zeros, in float32 whatever the autocast."""
-        zeros = torch.zeros(len(image.keys), self.head.in_features, device=image.keys.device)
+        zeros = torch.zeros(len(keys), self.head.in_features, device=keys.device)
         return zeros, zeros
 
     def read(self, words: Int[Tensor, "c *t"]) -> Float[Tensor, "c *t five_d"]:
@@ -131,12 +144,17 @@ class Att2in(nn.Module):
         return self._feel(read, state, context), weights.squeeze(1)
 
     def planned_step(
-        self, read: Float[Tensor, "c five_d"], state: State, image: Image, bias: Float[Tensor, "c 1 n"]
+        self,
+        read: Float[Tensor, "c five_d"],
+        state: State,
+        keys: Float[Tensor, "c n d"],
+        projected: Float[Tensor, "c n a"],
+        bias: Float[Tensor, "c 1 n"],
     ) -> tuple[State, Float[Tensor, "c 1 n"], Float[Tensor, "c 1 n"]]:
         """Read one word with the noise of `plan_bias`; return the new state, the scores Φ and the attention weights."""
-        scores = self.attention.scores(state[0].unsqueeze(1), image.prepared[0])
+        scores = self.attention.scores(state[0].unsqueeze(1), projected)
         weights = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias, dim=-1)
-        return self._feel(read, state, weights.to(image.keys.dtype) @ image.keys), scores, weights
+        return self._feel(read, state, weights.to(keys.dtype) @ keys), scores, weights
 
     def _feel(self, read: Float[Tensor, "c five_d"], state: State, context: Float[Tensor, "c 1 d"]) -> State:
         hidden, cell = state
@@ -167,48 +185,87 @@ class Att2in(nn.Module):
         image = self.look(regions, region_mask)
         if image_rows is not None:
             image = image.select(image_rows)
-        state, num_steps = self.start(image), words.shape[1]
-        # unbound, not indexed: the gradient of an index is a whole array of zeros at every step
-        reads = self.read(words).unbind(1)
+        reads, num_steps = self.read(words), words.shape[1]
         goes_on = None if lengths is None else lengths[:, None] > torch.arange(num_steps, device=words.device)
-        if self.attention.is_plannable:
-            hidden, weights = self._unroll_planned(reads, state, image, goes_on)
-        else:
-            hidden, weights = self._unroll(reads, state, image, goes_on)
+        unroll = self._unroll_planned if self.attention.is_plannable else self._unroll
+        hidden, weights = unroll(reads, image, goes_on)
         if positions is not None:
             hidden = hidden.flatten(0, 1).index_select(0, positions)
         logits = self.head(self.dropout(hidden))
         return (logits, weights) if need_weights else logits
 
     def _unroll(
-        self, reads: Sequence[Tensor], state: State, image: Image, goes_on: Bool[Tensor, "c t"] | None
+        self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
     ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
         """Return the states and weights of all steps; the attention draws and records at each."""
-        masks: Sequence[Tensor | None] = [None] * len(reads)
+        masks: Sequence[Tensor | None] = [None] * reads.shape[1]
         if goes_on is not None:
             masks = [image.mask & step for step in goes_on.unsqueeze(2).unbind(1)]
-        states, weights = [], []
-        for read, mask in zip(reads, masks, strict=True):
+        state, states, weights = self.start(image.keys), [], []
+        # unbound, not indexed: the gradient of an index is a whole array of zeros at every step
+        for read, mask in zip(reads.unbind(1), masks, strict=True):
             state, seen = self.step(read, state, image, mask)
             states.append(state[0])
             weights.append(seen)
         return torch.stack(states, dim=1), torch.stack(weights, dim=1)
 
     def _unroll_planned(
-        self, reads: Sequence[Tensor], state: State, image: Image, goes_on: Bool[Tensor, "c t"] | None
+        self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
     ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
         """Return the same with all noise drawn first and the KL recorded last, of steps up to a caption's end."""
-        bias = self.attention.plan_bias(image.mask, len(reads))
-        biases = bias.expand(-1, len(reads), -1).split(1, dim=1)
-        states, scores, weights = [], [], []
-        for read, noise in zip(reads, biases, strict=True):
-            state, found, seen = self.planned_step(read, state, image, noise)
+        bias = self.attention.plan_bias(image.mask, reads.shape[1])
+        inputs = {"reads": reads, "keys": image.keys, "projected": image.prepared[0], "bias": bias}
+        hidden, scores, weights = self._recordings(inputs) if self._is_recorded(reads) else self.unroll(**inputs)
+        steps = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        hidden = self.attention.record_steps(
+            hidden, scores, image.keys, mask=image.mask, steps=steps, prior=image.prepared[1]
+        )
+        return hidden, weights
+
+    def _is_recorded(self, reads: Tensor) -> bool:
+        # a replay cannot be part of somebody else's recording
+        return (
+            self.decoder_mode == "auto"
+            and reads.is_cuda
+            and self.training
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def unroll(
+        self,
+        reads: Float[Tensor, "c t five_d"],
+        keys: Float[Tensor, "c n d"],
+        projected: Float[Tensor, "c n a"],
+        bias: Float[Tensor, "c #t n"],
+    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"], Float[Tensor, "c t n"]]:
+        """Return the states, scores and weights of all steps, a pure function of tensors.
+
+        Args:
+            reads: `read(words)` of all steps.
+            keys: Embedded regions of each caption's image.
+            projected: The same, projected by the attention.
+            bias: Noise of the attention at every step, from `plan_bias`.
+        """
+        state, states, scores, weights = self.start(keys), [], [], []
+        biases = bias.expand(-1, reads.shape[1], -1).split(1, dim=1)
+        for read, noise in zip(reads.unbind(1), biases, strict=True):
+            state, found, seen = self.planned_step(read, state, keys, projected, noise)
             states.append(state[0])
             scores.append(found)
             weights.append(seen)
-        hidden = torch.stack(states, dim=1)
-        steps = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
-        hidden = self.attention.record_steps(
-            hidden, torch.cat(scores, dim=1), image.keys, mask=image.mask, steps=steps, prior=image.prepared[1]
-        )
-        return hidden, torch.cat(weights, dim=1)
+        return torch.stack(states, dim=1), torch.cat(scores, dim=1), torch.cat(weights, dim=1)
+
+
+class _Loop(nn.Module):
+    """The loop as a module, as CUDA graphs want it: positional tensors in, a tuple of tensors out."""
+
+    def __init__(self, model: Att2in, names: tuple[str, ...]) -> None:
+        super().__init__()
+        # its parameters alone: the loop of a whole model would hold itself
+        self.parts = nn.ModuleList([model.attention, model.hidden_proj, model.view_proj])
+        self.unroll, self.names = model.unroll, names
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.unroll(**dict(zip(self.names, inputs, strict=True)))

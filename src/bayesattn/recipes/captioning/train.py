@@ -17,7 +17,7 @@ from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit, DatasetName, load_data
 from bayesattn.recipes.captioning.decoding import beam_search
-from bayesattn.recipes.captioning.model import Att2in
+from bayesattn.recipes.captioning.model import Att2in, DecoderMode
 from bayesattn.recipes.captioning.scoring import CorpusBleu
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
 from bayesattn.runs import CHECKPOINT_FILE, RunError, read_tensors
@@ -46,6 +46,7 @@ class CaptioningConfig:
         clip_value: Largest absolute value of a gradient's entry; None does not clip.
         num_beams: Of the captions that are scored; 1 is greedy search, the paper's.
         length_penalty: Of the beam search.
+        decoder_mode: `auto` records the loop over words as a CUDA graph where it can, `eager` does not (`model.py`).
     """
 
     dataset: DatasetName = "shapes"
@@ -63,6 +64,7 @@ class CaptioningConfig:
     clip_value: float | None = 0.1
     num_beams: int = 1
     length_penalty: float = 0.0
+    decoder_mode: DecoderMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("width", "attention_dim", "min_count", "max_length", "decay_epochs", "num_beams"):
@@ -84,7 +86,8 @@ def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:
 def build_model(config: CaptioningConfig, vocabulary: Vocabulary, feature_dim: int) -> Att2in:
     """Build the model a config describes, with fresh parameters."""
     attention = build_step_attention(config.attention, config.width, config.width, config.attention_dim)
-    return Att2in(attention, vocabulary, feature_dim=feature_dim, width=config.width, dropout=config.dropout)
+    sizes = {"feature_dim": feature_dim, "width": config.width, "dropout": config.dropout}
+    return Att2in(attention, vocabulary, decoder_mode=config.decoder_mode, **sizes)
 
 
 @dataclass(frozen=True)
