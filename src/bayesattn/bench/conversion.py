@@ -59,7 +59,8 @@ CASES = {
     "cuda": [
         Case("albert-base", "albert", ALBERT_BASE, batch=16, length=512),
         Case("albert-base padded", "albert", ALBERT_BASE, batch=16, length=512, padding=128),
-        Case("e5-small", "bert", SMALL, batch=32, length=128, padding=32),
+        Case("e5-small", "bert", SMALL, batch=32, length=128),
+        Case("e5-small padded", "bert", SMALL, batch=32, length=128, padding=32),
     ],
 }
 
