@@ -2,7 +2,7 @@
 
     python benchmarks/host_time.py benchmarks/results/h200/host.csv
 
-A stream of calls, forward and backward, without waiting for the GPU in between; with autograd's own thread, and in the caller's.
+A stream of calls, forward and backward, without waiting for the GPU; autograd in a thread of its own, and in the caller's.
 """
 
 import csv
