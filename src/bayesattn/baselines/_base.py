@@ -6,7 +6,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn.baselines.config import AttentionChoice
+from bayesattn.baselines.rows import DenseRows, Rows
 from bayesattn.nn import BayesianModule
+from bayesattn.ops.precision import upcast
 
 
 class RivalModule(BayesianModule):
@@ -20,13 +22,14 @@ class RivalModule(BayesianModule):
             raise ValueError(f"config is {config!r}; allowed: an AttentionChoice of variant {', '.join(map(repr, allowed))}")
         self.config = config
         self.bayes_prior = None
+        self.bayes_rival = None
         self.samples_in_eval = False
         self.drops_in_eval = False
         self.kl_name = type(self).__name__
 
 
 class RivalWeights(RivalModule):
-    """Called like `nn.BayesianWeights`: scores → weights."""
+    """Called like `nn.BayesianWeights`: scores → weights. Subclasses write `draw`, for dense scores and edges alike."""
 
     def log_prior(self, keys: Tensor, valid: Bool[Tensor, "..."] | None = None) -> None:
         """Return None: no rival has a prior over the keys to prepare."""
@@ -41,4 +44,9 @@ class RivalWeights(RivalModule):
         prior: None = None,
     ) -> Float[Tensor, "*bh m n"]:
         """Return the weights of one draw, or their mean in eval mode; keys and prior are not used."""
+        weights, kl = self.draw(upcast(scores), DenseRows.of(scores, mask))
+        return self._record(weights.to(scores.dtype), kl)
+
+    def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], Float[Tensor, " b"] | None]:
+        """Return weights of float32 scores or better, and the KL of each example where there is one and someone records."""
         raise NotImplementedError

@@ -1,8 +1,9 @@
 """One config for everything a recipe may name as its attention: soft, Bayesian, or a rival of Bayesian attention."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from bayesattn.config import VARIANTS, AttentionConfig, Family, PriorKind
 
@@ -11,6 +12,8 @@ HARD = ("hard-reinforce", "hard-gumbel")
 GAUSSIAN = ("gaussian-context", "gaussian-weights")
 VARIATIONAL = ("variational-exact", "variational-enum", "variational-sample", "variational-dirichlet")
 RIVALS = (*HARD, *GAUSSIAN, "mc-dropout", *VARIATIONAL)
+# what attention of many heads and layers can be
+IN_LAYERS = (*VARIANTS, *HARD, *GAUSSIAN, "mc-dropout")
 
 Control = Literal["none", "moving-average", "self-critical"]
 ContextPrior = Literal["keys", "zero"]
@@ -68,6 +71,42 @@ class AttentionChoice(AttentionConfig):
     def is_bayesian(self) -> bool:
         """Whether the variant is one of the library's own, soft attention included."""
         return self.variant in VARIANTS
+
+    @property
+    def is_rival(self) -> bool:
+        """Whether something else than the library's own method takes the place of the softmax."""
+        return not self.is_bayesian or self.sampled_kl
+
+    @property
+    def needs_key_dim(self) -> bool:
+        """Whether a module needs to know the features of a key: of a contextual prior, or of a noisy context."""
+        return super().needs_key_dim if self.is_bayesian else self.variant == "gaussian-context"
+
+    def check_layers(self, *, on_edges: bool = False) -> None:
+        """Refuse latent alignments, which attention of many heads and layers cannot be, and on edges the sampled KL."""
+        if self.is_variational:
+            raise ValueError(
+                f"variant is {self.variant!r}, which needs the likelihood of the output under every single key, and several "
+                f"heads or layers have none; allowed here: {', '.join(map(repr, IN_LAYERS))}"
+            )
+        if on_edges and self.sampled_kl:
+            raise ValueError("sampled_kl is True, whose estimate is written for dense scores; allowed on edges: False")
+
+    def build_rival(
+        self, *, head_dim: int | None, num_heads: int, device: Any | None = None, dtype: Any | None = None
+    ) -> Any:
+        """Return the `RivalAttention` of the config."""
+        # here, because it is built from modules that know this class
+        from bayesattn.baselines.attention import RivalAttention
+
+        return RivalAttention(self, head_dim=head_dim, num_heads=num_heads, device=device, dtype=dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values; of soft and Bayesian attention those of an `AttentionConfig`, which it is."""
+        values = super().to_dict()
+        if self.is_rival:
+            return values
+        return {field.name: values[field.name] for field in dataclasses.fields(AttentionConfig)}
 
     @property
     def is_variational(self) -> bool:

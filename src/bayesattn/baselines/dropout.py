@@ -1,14 +1,11 @@
 """MC dropout (Gal and Ghahramani, 2016): soft attention with dropout on its weights, kept on when predicting."""
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from bayesattn.baselines._base import RivalWeights
 from bayesattn.baselines.config import AttentionChoice
-from bayesattn.baselines.hard import valid_keys
-from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.baselines.rows import Rows
 
 
 class DropoutWeights(RivalWeights):
@@ -20,12 +17,15 @@ class DropoutWeights(RivalWeights):
 
     def __init__(self, config: AttentionChoice) -> None:
         super().__init__(config, "mc-dropout")
+        # a layer of its own: `sampling(model, dropout=True)` finds it among the others
+        self.dropout = nn.Dropout(config.attention_dropout)
 
-    def forward(
-        self, scores: Float[Tensor, "*bh m n"], keys=None, *, mask: Bool[Tensor, "..."] | None = None, prior: None = None
-    ) -> Float[Tensor, "*bh m n"]:
+    @property
+    def is_idle(self) -> bool:
+        """Whether dropout is off."""
+        return not self.dropout.training
+
+    def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], None]:
         """Return softmax(scores), with dropout where it is on."""
-        full = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        weights = masked_softmax(full, valid_keys(mask, scores))
-        p = self._dropout(self.config.attention_dropout)
-        return (F.dropout(weights, p) if p else weights).to(scores.dtype)
+        weights = rows.softmax(scores)
+        return (weights * rows.keep(weights, self.dropout.p) if self.dropout.training else weights), None

@@ -5,6 +5,7 @@ Bayesian attention describes, and reports to end in NaN, Gaussian *weights*: pos
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from bayesattn.baselines._base import RivalModule, RivalWeights
 from bayesattn.baselines.config import AttentionChoice
-from bayesattn.baselines.hard import valid_keys
+from bayesattn.baselines.rows import DenseRows, Rows
+from bayesattn.ops.precision import upcast
 
 
 def kl_gaussian(
@@ -44,18 +46,39 @@ class GaussianContext(RivalModule):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
         """Return one draw of the context and record its KL; in eval mode the context as it is."""
-        needs_kl = self.needs_kl
-        if not (self.is_sampling or needs_kl):
+        if self.is_idle:
             return context
-        dtype = torch.promote_types(context.dtype, torch.float32)
-        log_sigma = self.log_sigma(torch.tanh(self.hidden(context))).to(dtype)
-        mean = context.to(dtype)
-        drawn = mean + torch.exp(log_sigma) * torch.randn_like(mean) if self.is_sampling else mean
+        rows = DenseRows(None, torch.Size((*context.shape[:2], value.shape[1])))
+        drawn, entries = self.draw(context, rows, lambda: _mean_value(value, mask).unsqueeze(1))
+        return self._record(drawn, None if entries is None else entries.flatten(1).sum(dim=1))
+
+    def draw(
+        self, context: Float[Tensor, "*s d"], rows: Rows, mean_value: Callable[[], Float[Tensor, "..."]]
+    ) -> tuple[Float[Tensor, "*s d"], Float[Tensor, "*s d"] | None]:
+        """Return one draw of the context, and the KL of its features where someone records.
+
+        Args:
+            context: Σ W v, of any number of heads: they share σ's network.
+            rows: Where noise comes from, and which rows exist.
+            mean_value: Computes the mean of the values that each query may attend to.
+        """
+        if context.shape[-1] != self.hidden.in_features:
+            raise ValueError(
+                f"the context has {context.shape[-1]} features; allowed for this {self.config.variant}: "
+                f"{self.hidden.in_features}, which it was built for"
+            )
+        needs_kl, mean = self.needs_kl, upcast(context)
+        log_sigma = upcast(self.log_sigma(torch.tanh(self.hidden(context.to(self.hidden.weight.dtype)))))
+        drawn = mean + torch.exp(log_sigma) * rows.normal(mean) if self.is_sampling else mean
         kl = None
         if needs_kl:
-            prior = _mean_value(value, mask).unsqueeze(1).to(dtype) if self.config.context_prior == "keys" else 0.0
-            kl = kl_gaussian(mean, log_sigma, prior).flatten(1).sum(dim=1)
-        return self._record(drawn.to(context.dtype), kl)
+            prior = upcast(mean_value()) if self.config.context_prior == "keys" else 0.0
+            kl = kl_gaussian(mean, log_sigma, prior)
+        if rows.has_entry is not None:
+            # a row without keys stays 0, and says nothing
+            drawn = drawn.masked_fill(~rows.has_entry, 0.0)
+            kl = None if kl is None else kl.masked_fill(~rows.has_entry, 0.0)
+        return drawn.to(context.dtype), kl
 
 
 def _mean_value(value: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b d"]:
@@ -79,16 +102,17 @@ class GaussianWeights(RivalWeights):
         super().__init__(config, "gaussian-weights")
         self.log_sigma = nn.Parameter(torch.tensor(math.log(config.gaussian_sigma)))
 
-    def forward(
-        self, scores: Float[Tensor, "*bh m n"], keys=None, *, mask: Bool[Tensor, "..."] | None = None, prior: None = None
-    ) -> Float[Tensor, "*bh m n"]:
+    @property
+    def is_idle(self) -> bool:
+        """Never: its mean is not the softmax."""
+        return False
+
+    def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], Float[Tensor, " b"] | None]:
         """Return weights that sum to one and may have any size and sign."""
-        mean, mask = scores.to(torch.promote_types(scores.dtype, torch.float32)), valid_keys(mask, scores)
-        drawn = mean + torch.exp(self.log_sigma) * torch.randn_like(mean) if self.is_sampling else mean
-        kl = None
-        if mask is not None:
-            drawn = drawn.masked_fill(~mask, 0.0)
+        drawn = scores + torch.exp(self.log_sigma) * rows.normal(scores) if self.is_sampling else scores
+        drawn, kl = rows.opened(drawn), None
         if self.needs_kl:
-            entries = kl_gaussian(mean, self.log_sigma)
-            kl = (entries if mask is None else entries.masked_fill(~mask, 0.0)).flatten(1).sum(dim=1)
-        return self._record((drawn / drawn.sum(dim=-1, keepdim=True)).to(scores.dtype), kl)
+            kl = rows.reduce(rows.opened(kl_gaussian(scores, self.log_sigma)), self.config.kl_reduction)
+        total = rows.total(drawn)
+        # a row without keys sums to 0
+        return drawn / torch.where(total == 0.0, 1.0, total), kl

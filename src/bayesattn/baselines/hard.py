@@ -1,20 +1,13 @@
 """Hard attention: one key is chosen (Xu et al., 2015), with the gradient of REINFORCE or of a relaxation."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn import noise
-from bayesattn.baselines import categorical
 from bayesattn.baselines._base import RivalWeights
 from bayesattn.baselines.config import AttentionChoice
-from bayesattn.baselines.score_function import Choice, ChoosingWeights, chosen_log_prob
-from bayesattn.ops.attention.masking import masked_softmax
-
-
-def valid_keys(mask: Bool[Tensor, "..."] | None, scores: Float[Tensor, "*bh m n"]) -> Bool[Tensor, "*bh m n"] | None:
-    """Return the mask with the axes of the scores."""
-    return None if mask is None else mask.expand(scores.shape)
+from bayesattn.baselines.rows import Rows
+from bayesattn.baselines.score_function import Choice, ChoosingWeights
 
 
 class HardWeights(ChoosingWeights):
@@ -27,26 +20,20 @@ class HardWeights(ChoosingWeights):
     def __init__(self, config: AttentionChoice) -> None:
         super().__init__(config, "hard-reinforce")
 
-    def forward(
-        self, scores: Float[Tensor, "*bh m n"], keys=None, *, mask: Bool[Tensor, "..."] | None = None, prior: None = None
-    ) -> Float[Tensor, "*bh m n"]:
-        """Return one-hot weights, or softmax(scores) in eval mode."""
-        mask = valid_keys(mask, scores)
+    def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], None]:
+        """Return one-hot weights by the Gumbel-max rule argmax(ln p − ln E), or softmax(scores) in eval mode."""
         if not self.is_sampling:
-            return masked_softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), mask).to(scores.dtype)
-        log_p = categorical.log_probs(scores, mask)
-        index = categorical.draw(log_p)
-        self._choose(lambda: _choice(log_p, index))
-        return categorical.one_hot(index, log_p).to(scores.dtype)
+            return rows.softmax(scores), None
+        log_p = rows.log_probs(scores)
+        chosen = rows.largest(log_p.detach() - rows.exponential(log_p).log())
+        self._choose(lambda: _choice(log_p, chosen, rows))
+        return chosen, None
 
 
-def _choice(log_p: Float[Tensor, "*bh m n"], index: Tensor) -> Choice:
-    log_prob = chosen_log_prob(log_p, index)
+def _choice(log_p: Float[Tensor, "..."], chosen: Float[Tensor, "..."], rows: Rows) -> Choice:
     # a row without a key has no choice to reward
-    log_prob, entropy = log_prob.masked_fill(log_prob == -torch.inf, 0.0), categorical.entropy(log_p)
-    if log_p.ndim == 4:
-        log_prob, entropy = log_prob.sum(dim=1), entropy.sum(dim=1)
-    return Choice(log_prob, entropy)
+    known = rows.opened(log_p)
+    return Choice(rows.by_query(chosen * known), -rows.by_query(torch.exp(log_p) * known))
 
 
 class GumbelWeights(RivalWeights):
@@ -59,17 +46,12 @@ class GumbelWeights(RivalWeights):
     def __init__(self, config: AttentionChoice) -> None:
         super().__init__(config, "hard-gumbel")
 
-    def forward(
-        self, scores: Float[Tensor, "*bh m n"], keys=None, *, mask: Bool[Tensor, "..."] | None = None, prior: None = None
-    ) -> Float[Tensor, "*bh m n"]:
+    def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], None]:
         """Return nearly one-hot weights, or softmax(scores) in eval mode."""
-        mask, full = valid_keys(mask, scores), scores.to(torch.promote_types(scores.dtype, torch.float32))
         if not self.is_sampling:
-            return masked_softmax(full, mask).to(scores.dtype)
-        gumbel = -noise.exponential(None, (1, 1, 1, full.numel()), device=full.device, dtype=full.dtype).log()
-        weights = masked_softmax((full + gumbel.view(full.shape)) / self.config.temperature, mask)
+            return rows.softmax(scores), None
+        weights = rows.softmax((scores - rows.exponential(scores).log()) / self.config.temperature)
         if self.config.straight_through:
-            chosen = categorical.one_hot(weights.argmax(dim=-1), torch.log(weights.detach()))
             # forward the choice, backward the relaxation
-            weights = chosen + weights - weights.detach()
-        return weights.to(scores.dtype)
+            weights = rows.largest(weights.detach()) + weights - weights.detach()
+        return weights, None

@@ -76,26 +76,26 @@ class SampledKLWeights(BayesianWeights):
     Args:
         config: A Bayesian variant with a KL and `sampled_kl`.
         key_dim: Features of a key; needed for contextual priors.
+        num_heads: Heads of the scores; matters only for `prior_per_head`.
     """
 
-    def __init__(self, config: AttentionChoice, *, key_dim: int | None = None) -> None:
+    def __init__(self, config: AttentionChoice, *, key_dim: int | None = None, num_heads: int = 1) -> None:
         if not config.sampled_kl:
             raise ValueError("config has sampled_kl False; allowed: True")
-        super().__init__(config, key_dim=key_dim)
+        super().__init__(config, key_dim=key_dim, num_heads=num_heads)
 
-    def forward(
+    def draw(
         self,
         scores: Float[Tensor, "*bh m n"],
         keys: Float[Tensor, "..."] | None = None,
         *,
         mask: Bool[Tensor, "..."] | None = None,
         prior: Float[Tensor, "#b #h 1 n"] | None = None,
-    ) -> Float[Tensor, "*bh m n"]:
-        """Return the weights of one draw and record the KL at that draw; without a draw, as `BayesianWeights`."""
+    ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
+        """Return the weights of one draw and the KL at that draw; without a draw, as `BayesianWeights`."""
         if not (self.is_sampling and self.needs_kl):
-            return super().forward(scores, keys, mask=mask, prior=prior)
-        if keys is not None and prior is None:
-            prior = self.log_prior(keys, None if mask is None else mask.any(dim=-2).reshape(len(scores), 1, -1))
+            return super().draw(scores, keys, mask=mask, prior=prior)
+        prior = self._prior_of(scores, keys, mask) if prior is None else prior
         if prior is None and self.bayes_prior is not None:
             raise ValueError(f"prior is None; allowed for {self.config.variant}: ln Ψ from `log_prior`, or give the keys")
         shape = scores.shape
@@ -111,5 +111,4 @@ class SampledKLWeights(BayesianWeights):
         log_noise = torch.log(standard) / self.config.weibull_k
         log_noise = log_noise if self.config.family == "weibull" else self.config.sigma_q * standard
         weights = masked_softmax(full + log_noise, mask)
-        kl = sampled_kl(phi, standard, prior, mask, self.config)
-        return self._record(weights.to(scores.dtype).reshape(shape), kl)
+        return weights.to(scores.dtype).reshape(shape), sampled_kl(phi, standard, prior, mask, self.config)

@@ -29,20 +29,23 @@ WEIGHTS: dict[str, type[RivalWeights]] = {
 }
 
 
-def build_weights(config: AttentionConfig, *, key_dim: int | None = None) -> BayesianWeights | RivalWeights:
+def build_weights(
+    config: AttentionConfig, *, key_dim: int | None = None, num_heads: int = 1
+) -> BayesianWeights | RivalWeights:
     """Build what takes the place of the softmax: a module from scores (and a mask) to weights.
 
     Args:
         config: A Bayesian variant, or a rival that changes the weights.
         key_dim: Features of a key; needed for contextual priors.
+        num_heads: Heads of the scores; matters only for `prior_per_head`.
     """
     if not isinstance(config, AttentionChoice):
-        return BayesianWeights(config, key_dim=key_dim)
+        return BayesianWeights(config, key_dim=key_dim, num_heads=num_heads)
     if config.variant in WEIGHTS:
         return WEIGHTS[config.variant](config)  # type: ignore[call-arg]  (subclasses name their variant themselves)
     if not config.is_bayesian:
         raise ValueError(f"variant is {config.variant!r}, which does not change the weights alone; allowed here: {_LISTED}")
-    return (SampledKLWeights if config.sampled_kl else BayesianWeights)(config, key_dim=key_dim)
+    return (SampledKLWeights if config.sampled_kl else BayesianWeights)(config, key_dim=key_dim, num_heads=num_heads)
 
 
 class StepAttention(AdditiveAttention):

@@ -25,7 +25,8 @@ def bayesianize(
     Args:
         model: A model of torch (`nn.MultiheadAttention`, `nn.Transformer*`, modules that call
             `F.scaled_dot_product_attention`), transformers or PyTorch Geometric, or a mixture.
-        config: What is random.
+        config: What is random; or a `baselines.AttentionChoice`, which may also name a rival of Bayesian attention
+            (docs/baselines.md).
         layers: Convert only these: names or glob patterns (`"*.encoder.*"`), or positions in the model's order of
             attention modules; None means all.
         exclude: Leave these alone, given in the same way.
@@ -41,6 +42,7 @@ def bayesianize(
         raise ValueError(f"model is {type(model).__name__}; allowed: a torch.nn.Module")
     if not isinstance(config, AttentionConfig):
         raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
+    config.check_layers()
     already = converted_modules(model)
     if already:
         raise ValueError(

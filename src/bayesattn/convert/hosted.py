@@ -1,6 +1,9 @@
 """The Bayesian part of an attention module that keeps its own class: config, prior and switches, attached as a child."""
 
+import dataclasses
+import importlib
 import json
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -81,6 +84,11 @@ class HostedAttention(BayesianModule):
         `key_offset` is the position of the first key in its sequence, where a sliding window's cache has dropped earlier
         ones; it matters for noise that belongs to a sequence.
         """
+        if self.bayes_rival is not None:
+            return self._attend_rival(
+                query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, softcap=softcap,
+                dropout_p=dropout_p, need_weights=need_weights,
+            )  # fmt: skip
         if softcap is None and self.stream is None and not need_weights:
             prior = self._log_prior(key, mask, query.shape[1])
             output, kl = functional.attention(
@@ -94,6 +102,18 @@ class HostedAttention(BayesianModule):
             kl = self._kl(scores, key, mask) if self.needs_kl else None
             dropped = nn.functional.dropout(weights, dropout_p)
             output = reference.weighted_values(dropped, value)
+        return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
+
+    def _attend_rival(self, query, key, value, *, dropout_p, need_weights, **options) -> tuple[Tensor, Tensor | None]:
+        """Attend as `attend` does, with what takes the softmax's place in the middle."""
+        if self.stream is not None:
+            raise ValueError(
+                f"variant is {self.config.variant!r}, whose noise belongs to no sequence; allowed for generation: "
+                f"{', '.join(map(repr, AttentionConfig.allowed_variants))}"
+            )
+        with torch.autocast(query.device.type, enabled=False):
+            scores, mask = self._scores(query, key, **options)
+        output, weights, kl = self.bayes_rival(scores, key, value, mask=mask, dropout_p=dropout_p)
         return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
 
     def record_mean(
@@ -172,7 +192,7 @@ class HostedAttention(BayesianModule):
         stored = state_dict.get(f"{prefix}settings")
         if stored is None:
             state_dict[f"{prefix}settings"] = self.settings
-        elif decode_config(stored) != self.config:
+        elif decode_config(stored).to_dict() != self.config.to_dict():
             error_msgs.append(
                 f"{prefix}settings: the checkpoint's attention is {decode_config(stored)}, the model's {self.config}; "
                 "convert the model with the checkpoint's config, or use load_bayesian"
@@ -205,4 +225,13 @@ def encode_config(config: AttentionConfig) -> Tensor:
 
 def decode_config(settings: Tensor) -> AttentionConfig:
     """Return the config behind `encode_config`'s bytes."""
-    return AttentionConfig.from_dict(json.loads(bytes(settings.tolist()).decode()))
+    return config_from_dict(json.loads(bytes(settings.tolist()).decode()))
+
+
+def config_from_dict(values: dict[str, Any]) -> AttentionConfig:
+    """Build a config from what its `to_dict` returned: one of a rival has keys that only `AttentionChoice` knows."""
+    known = {field.name for field in dataclasses.fields(AttentionConfig)}
+    if set(values) <= known:
+        return AttentionConfig.from_dict(values)
+    # by its name, so that the imports of the package keep pointing inwards
+    return importlib.import_module("bayesattn.baselines").AttentionChoice.from_dict(values)

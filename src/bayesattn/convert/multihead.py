@@ -70,13 +70,14 @@ def become_bayesian(
         module.__class__ = plain_class
         raise
     module.is_converted = True
-    if module.bayes_prior is not None:
-        module.bayes_prior.train(module.training)
+    for added in (module.bayes_prior, module.bayes_rival):
+        if added is not None:
+            added.train(module.training)
 
 
 def become_plain(module: Any, plain_class: type[nn.Module]) -> None:
     """Undo `become_bayesian`."""
-    del module.bayes_prior
+    del module.bayes_prior, module.bayes_rival
     for attribute in _ADDED:
         module.__dict__.pop(attribute, None)
     module.__class__ = plain_class

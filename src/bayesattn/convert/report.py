@@ -70,7 +70,7 @@ def report(model: nn.Module) -> ConversionReport:
     """Say which attention modules of `model` are Bayesian by conversion, which are not and why, and what was added."""
     rows = {}
     for name, _, part in converted_modules(model):
-        added = 0 if part.bayes_prior is None else sum(p.numel() for p in part.bayes_prior.parameters())
+        added = sum(p.numel() for child in (part.bayes_prior, part.bayes_rival) if child for p in child.parameters())
         rows[name] = ReportRow(name, type(model.get_submodule(name)).__name__, part.config.variant, added, None)
     for candidate in find_candidates(model, AttentionConfig("BAM-NOKL")):
         reason = candidate.problem or "not selected"

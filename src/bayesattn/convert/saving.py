@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.convert.bayesianize import bayesianize, restore
-from bayesattn.convert.hosted import CHILD_NAME, decode_config
+from bayesattn.convert.hosted import CHILD_NAME, config_from_dict, decode_config
 from bayesattn.nn import BayesianModule
+from bayesattn.nn._base import RIVAL_NAME
 
 CONFIG_FILE = "bayesattn_config.json"
 WEIGHTS_FILE = "bayesattn.safetensors"
@@ -93,7 +94,7 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 def _convert(model: nn.Module, configs: dict[str, AttentionConfig]) -> None:
     """Convert the named modules, all with one config at first: `bayesianize` refuses a second call."""
-    widest = next((c for c in configs.values() if c.prior_kind == "contextual"), next(iter(configs.values())))
+    widest = next((c for c in configs.values() if _shape_of_prior(c)), next(iter(configs.values())))
     if any(_shape_of_prior(config) not in (None, _shape_of_prior(widest)) for config in configs.values()):
         raise ValueError(
             "the saved modules have priors of different kinds; save and load the parts of such a model one by one"
@@ -102,6 +103,8 @@ def _convert(model: nn.Module, configs: dict[str, AttentionConfig]) -> None:
 
 
 def _shape_of_prior(config: AttentionConfig) -> tuple[Any, ...] | None:
+    if config.is_rival:
+        return tuple(config.to_dict().values())
     return (config.prior_hidden_dim, config.prior_per_head) if config.prior_kind == "contextual" else None
 
 
@@ -131,7 +134,7 @@ def _read_own(folder: Path) -> tuple[dict[str, AttentionConfig], dict[str, Tenso
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         version, modules = description["format"], description["modules"]
-        configs = {str(name): AttentionConfig.from_dict(values) for name, values in modules.items()}
+        configs = {str(name): config_from_dict(values) for name, values in modules.items()}
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a file that save_bayesian wrote: {type(error).__name__}: {error}") from error
     if version != FORMAT_VERSION:
@@ -191,7 +194,9 @@ def _unwrapped(model: Any) -> nn.Module:
 
 
 def _prior_tensors(name: str, part: BayesianModule) -> dict[str, Tensor]:
-    """Return the parameters of a prior under names that start with the attention module's."""
+    """Return the parameters of a prior, or the state of a rival, under names that start with the attention module's."""
+    if part.bayes_rival is not None:
+        return {f"{name}.{RIVAL_NAME}.{key}".lstrip("."): value for key, value in part.bayes_rival.state_dict().items()}
     prior: Any = part.bayes_prior
     if prior is None:
         return {}

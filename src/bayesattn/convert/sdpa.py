@@ -30,9 +30,8 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
             continue
         if not _calls_sdpa(type(module)):
             continue
-        needs_key_dim = config.prior_kind == "contextual" and key_dim(module) is None
         problem = f"{config.variant} needs the features of a key; give the module an integer attribute head_dim"
-        found[name] = problem if needs_key_dim else None
+        found[name] = problem if config.needs_key_dim and key_dim(module) is None else None
         if hasattr(module, CHILD_NAME):
             found[name] = f"it has an attribute {CHILD_NAME!r} of its own"
     return found
@@ -66,7 +65,7 @@ class _Intercepting(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         child = getattr(self, CHILD_NAME)
-        if not (child.is_sampling or child.needs_kl):
+        if child.is_idle:
             return super().forward(*args, **kwargs)
         with _SampledAttention(child, dropout_rate(self)):
             return super().forward(*args, **kwargs)
@@ -110,7 +109,7 @@ class _SampledAttention(TorchFunctionMode):
         mask, bias = split_mask(attn_mask if attn_mask is None or attn_mask.ndim <= 4 else attn_mask.flatten(0, -4))
         options = {"mask": mask, "bias": bias, "is_causal": is_causal}
         options["scale"] = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        if not child.is_sampling:
+        if not child.is_sampling and child.bayes_rival is None:
             output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             return child.record_mean(output, batched[0], batched[1], **options)
         if child.drops_in_eval and not child.training:

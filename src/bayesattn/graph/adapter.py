@@ -27,11 +27,19 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
             continue
         if type(module) in _BAYESIAN:
             explains = getattr(module, "_explain", None)
-            found[name] = "it is being explained; end the explanation first" if explains else None
+            found[name] = "it is being explained; end the explanation first" if explains else _refusal(config)
         elif _has_softmax(type(module)):
             allowed = ", ".join(plain.__name__ for plain in _BAYESIAN)
             found[name] = f"its class has no Bayesian counterpart; allowed: {allowed}, not their subclasses"
     return found
+
+
+def _refusal(config: AttentionConfig) -> str | None:
+    try:
+        config.check_layers(on_edges=True)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:

@@ -58,6 +58,7 @@ class EdgeAttentionModule(BayesianModule):
         value_dropout: Dropout of the features that are averaged, not of those that scores and prior see (GAT's third).
     """
 
+    on_edges = True
     # class attributes are what a converted layer, which no constructor saw, has
     prior_scope: PriorScope = "graph"
     backend: EdgeBackend = "auto"
@@ -84,6 +85,13 @@ class EdgeAttentionModule(BayesianModule):
         _checks.probability("value_dropout", value_dropout)
         self.prior_scope, self.backend, self.value_dropout = prior_scope, backend, value_dropout
         self._init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads)
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        if self.bayes_rival is not None and self.backend not in ("auto", "reference"):
+            raise ValueError(
+                f"backend is {self.backend!r}, but {self.config.variant} has no kernel; allowed here: 'auto' or 'reference'"
+            )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,7 +107,7 @@ class EdgeAttentionModule(BayesianModule):
     @property
     def _is_stock(self) -> bool:
         """Whether PyG's own code gives the right answer: nothing is drawn or recorded."""
-        return not (self.training or self.drops_in_eval or self.is_sampling or self.needs_kl)
+        return not (self.training or self.drops_in_eval) and self.is_idle
 
     def _open(self, edge_index: Any, num_sources: int, num_targets: int) -> Call:
         """Find the edges of this call and decide who sums over them."""
@@ -130,6 +138,12 @@ class EdgeAttentionModule(BayesianModule):
     ) -> reference.EdgeAttention:
         """Return output and weights of one draw, in the order of the call's edges, and record its KL."""
         edges, needs_kl = call.edges, self.needs_kl
+        if self.bayes_rival is not None:
+            self._check_backend()
+            result = self.bayes_rival.on_edges(
+                scores, self._drop_value(value), edges, call.ops, dropout_p=self._dropout(dropout)
+            )
+            return result._replace(output=self._record(result.output, result.kl))
         is_whole = self.seed_rows is None
         result = edge_attention(
             scores,
@@ -151,6 +165,14 @@ class EdgeAttentionModule(BayesianModule):
         """Return weights alone, where PyG passes the messages, and keep the scores for `_record_messages`."""
         assert self._call is not None
         edges = self._call.edges
+        if self.bayes_rival is not None:
+            if self.config.has_kl:
+                raise ValueError(
+                    f"variant is {self.config.variant!r}, which has to see the sums of a layer whose messages PyG passes "
+                    "itself (hooks, explanations, sparse matrices, another aggregation than the sum); allowed there: "
+                    "'hard-reinforce', 'hard-gumbel', 'mc-dropout'"
+                )
+            return self.bayes_rival.edge_weights(scores, edges, plain).to(scores.dtype)
         with torch.autocast(scores.device.type, enabled=False):
             phi = upcast(scores)
             self._call.scores = phi
@@ -178,6 +200,10 @@ class EdgeAttentionModule(BayesianModule):
             by_head = reference.kl_by_head(scores[places], prior, own, self.config, self.prior_scope, call.ops)
             heads = 1 if self.config.kl_reduction == "sum" else len(by_head)
             return by_head.sum().view(1) / (self.seed_rows.entries(self.config) * heads)
+
+    def _drop_weights(self, weights: Tensor, p: float) -> Tensor:
+        p = self._dropout(p)
+        return F.dropout(weights, p) if self.bayes_rival is None else self.bayes_rival.drop(weights, p)
 
     def _drop_value(self, value: Tensor) -> Tensor:
         return F.dropout(value, self._dropout(self.value_dropout)) if self.value_dropout else value

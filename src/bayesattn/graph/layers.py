@@ -65,7 +65,7 @@ class _PairLayer(EdgeAttentionModule):
 
     def _draw_lifted(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
         """Return the weights of edges where PyG has lifted the nodes and passes the messages."""
-        return F.dropout(self._draw(self._scores(source, target, edge_attr)), self._dropout(self.dropout))
+        return self._drop_weights(self._draw(self._scores(source, target, edge_attr)), self.dropout)
 
     def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
         """Return Φ of the edges from what they see of source, target and themselves."""
@@ -317,7 +317,7 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         key = key_j if features is None or self.lin_edge is None else key_j + features
         self._alpha = self._draw((query_i * key).sum(dim=-1) / math.sqrt(self.out_channels))
         value = value_j if features is None else value_j + features
-        return value * F.dropout(self._alpha, self._dropout(self.dropout)).unsqueeze(-1)
+        return value * self._drop_weights(self._alpha, self.dropout).unsqueeze(-1)
 
     def _edge_features(self, edge_attr: Tensor | None) -> Tensor | None:
         if self.lin_edge is None:

@@ -87,7 +87,7 @@ def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
     harmless = implementation != "eager" or getattr(module, "reorder_and_upcast_attn", True) is False
     if _registry_lookups(type(module)) > 1 and not (hasattr(module, "reorder_and_upcast_attn") and harmless):
         return "its forward does something of its own for some implementations, beyond looking them up"
-    if config.prior_kind == "contextual" and key_dim(module) is None:
+    if config.needs_key_dim and key_dim(module) is None:
         return f"{config.variant} needs the features of a key, and no attribute of the module tells"
     return _unknown_mathematics(module)
 

@@ -82,10 +82,10 @@ def bayesian_attention(
             f"{type(module).__name__} is set to {ATTENTION_NAME!r} but was not converted; load the model without "
             "attn_implementation and call bayesianize(model, config), or load_bayesian(model, folder)"
         )
-    if not (child.is_sampling or child.needs_kl):
+    if child.is_idle:
         return _host_forward(module, child, query, key, value, attention_mask, kwargs)
     arguments = _score_arguments(module, child, query, key, attention_mask, kwargs)
-    if not child.is_sampling:
+    if not child.is_sampling and child.bayes_rival is None:
         output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
         return child.record_mean(output, query, key, **arguments), weights
     output, weights = child.attend(

@@ -8,9 +8,10 @@ smoothing and `compute_loss_func`.
 
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 
+from bayesattn.baselines import with_score_function
 from bayesattn.hf.callback import KLCallback
 from bayesattn.hf.objective import ElboLog, check_trainable, count_examples, count_labels, negative_elbo
 from bayesattn.objective import KLSchedule
@@ -51,8 +52,17 @@ class BayesianTrainerMixin(_TrainerBase):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         examples, labels = count_examples(inputs), self.count_labels(inputs)
         items = labels if self.compute_loss_func is not None else None
+        stock, results = super().compute_loss, []
+
+        def run() -> Tensor:
+            nll, outputs = stock(model, inputs, return_outputs=True, num_items_in_batch=items)
+            results.append(outputs)
+            # hard choices are charged with the micro-batch's mean loss, the only one that every model tells
+            return nll.view(1)
+
         with record_kl() as scope:
-            nll, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+            nll = with_score_function(model, run).squeeze(0)
+        outputs = results[0]
         weight = self.kl_schedule(self.state.global_step)
         parts = negative_elbo(
             nll / self._process_factor(items),

@@ -1,5 +1,7 @@
 """What every Bayesian attention module shares: a config, a prior, a sampling switch and a name for its KL."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +10,7 @@ from bayesattn.priors import ContextualPrior
 from bayesattn.recording import is_recording, record
 
 PRIOR_NAME = "bayes_prior"
+RIVAL_NAME = "bayes_rival"
 
 
 class BayesianModule(nn.Module):
@@ -19,6 +22,10 @@ class BayesianModule(nn.Module):
 
     config: AttentionConfig
     bayes_prior: ContextualPrior | None
+    # what takes the place of softmax and average where the config names a rival (`baselines.RivalAttention`)
+    bayes_rival: Any
+    # a subclass whose scores are of edges says so
+    on_edges: bool = False
     # both are set from outside: by `sampling(model)`, and by `record_kl(model)`
     samples_in_eval: bool
     drops_in_eval: bool
@@ -32,17 +39,26 @@ class BayesianModule(nn.Module):
         num_heads: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        takes_rival: bool = True,
     ) -> None:
         if not isinstance(config, AttentionConfig):
             raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
+        is_contextual = not (takes_rival and config.is_rival) and config.prior_kind == "contextual"
+        if takes_rival:
+            config.check_layers(on_edges=self.on_edges)
+        if (is_contextual or config.needs_key_dim) and key_dim is None:
+            raise ValueError(f"key_dim is None; allowed for {config.variant}: the number of features of a key")
         self.config = config
         self.samples_in_eval = False
         self.drops_in_eval = False
         self.kl_name = type(self).__name__
         self.bayes_prior = None
-        if config.prior_kind == "contextual":
-            if key_dim is None:
-                raise ValueError(f"key_dim is None; allowed for {config.variant}: the number of features of a key")
+        self.bayes_rival = None
+        if takes_rival and config.is_rival:
+            # one that has a prior keeps it to itself
+            self.bayes_rival = config.build_rival(head_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        if is_contextual:
+            assert key_dim is not None
             self.bayes_prior = ContextualPrior(key_dim, num_heads, config, device=device, dtype=dtype)
 
     @property
@@ -55,6 +71,11 @@ class BayesianModule(nn.Module):
         """Whether the next call's KL reaches anyone."""
         return self.config.has_kl and is_recording(self)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next call is deterministic attention: nothing is drawn and no KL computed."""
+        return not (self.is_sampling or self.needs_kl) if self.bayes_rival is None else self.bayes_rival.is_idle
+
     def _dropout(self, p: float) -> float:
         return p if self.training or self.drops_in_eval else 0.0
 
@@ -63,7 +84,8 @@ class BayesianModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         # a checkpoint of the deterministic module knows no prior: keep the fresh one. A partial prior stays an error.
-        prior_prefix = f"{prefix}{PRIOR_NAME}."
-        if self.bayes_prior is not None and not any(key.startswith(prior_prefix) for key in state_dict):
-            state_dict.update({f"{prior_prefix}{key}": value for key, value in self.bayes_prior.state_dict().items()})
+        for name, part in ((PRIOR_NAME, self.bayes_prior), (RIVAL_NAME, self.bayes_rival)):
+            own = f"{prefix}{name}."
+            if part is not None and not any(key.startswith(own) for key in state_dict):
+                state_dict.update({f"{own}{key}": value for key, value in part.state_dict().items()})
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

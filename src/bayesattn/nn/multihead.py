@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from bayesattn import functional
 from bayesattn.config import AttentionConfig
 from bayesattn.nn._base import BayesianModule
+from bayesattn.ops.attention import reference
 from bayesattn.ops.attention.masking import look_once
 
 
@@ -60,7 +61,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
     @property
     def is_own_path(self) -> bool:
         """Whether a call now does what torch's module cannot: draw weights, compute a KL, drop weights in eval mode."""
-        return self.is_sampling or self.needs_kl or (self.drops_in_eval and self.dropout > 0.0)
+        return not self.is_idle or (self.drops_in_eval and self.dropout > 0.0)
 
     def forward(
         self,
@@ -113,6 +114,11 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         if bias is not None and self.is_sampling and all(map(_only_forbids, (key_padding_mask, attn_mask))):
             # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
             bias = None
+        if self.bayes_rival is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                scores = reference.dot_product_scores(q, k, scale=self.head_dim**-0.5, bias=bias)
+            heads, weights, kl = self.bayes_rival(scores, k, v, mask=mask, dropout_p=self._dropout(self.dropout))
+            return self._merge(self._record(heads, kl)), weights
         valid = None if mask is None else mask.any(dim=-2)
         prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None
         options = {"config": self.config, "prior": prior, "mask": mask, "need_kl": self.needs_kl, "sample": self.is_sampling}
@@ -124,9 +130,10 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             heads = weights @ v
         else:
             heads, kl = functional.attention(q, k, v, bias=bias, dropout_p=self._dropout(self.dropout), **options)
-        heads = self._record(heads, kl)
-        output = F.linear(heads.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        return output, weights
+        return self._merge(self._record(heads, kl)), weights
+
+    def _merge(self, heads: Float[Tensor, "b h m d"]) -> Float[Tensor, "b m e"]:
+        return F.linear(heads.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.in_proj_weight is not None:

@@ -34,7 +34,9 @@ class BayesianWeights(BayesianModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        options = {"device": device, "dtype": dtype}
+        # it takes the place of the softmax itself: `baselines.build_weights` builds the others that do
+        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, takes_rival=False, **options)
 
     def log_prior(
         self, keys: Float[Tensor, "b h n d"] | Float[Tensor, "b n d"], valid: Bool[Tensor, "..."] | None = None
@@ -61,13 +63,26 @@ class BayesianWeights(BayesianModule):
             mask: True where a query may attend.
             prior: ln Ψ from `log_prior`.
         """
-        if prior is None and keys is not None:
-            valid = None if mask is None else _valid_keys(mask, scores)
-            prior = self.log_prior(keys, valid)
-        weights, kl = functional.attention_weights(
+        return self._record(*self.draw(scores, keys, mask=mask, prior=prior))
+
+    def draw(
+        self,
+        scores: Float[Tensor, "*bh m n"],
+        keys: Float[Tensor, "..."] | None = None,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        prior: Float[Tensor, "#b #h 1 n"] | None = None,
+    ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
+        """Return weights and KL, the latter None where nobody records; arguments as for `forward`, which records it."""
+        prior = self._prior_of(scores, keys, mask) if prior is None else prior
+        return functional.attention_weights(
             scores, config=self.config, prior=prior, mask=mask, sample=self.is_sampling, need_kl=self.needs_kl
         )
-        return self._record(weights, kl)
+
+    def _prior_of(self, scores: Tensor, keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        if keys is None:
+            return None
+        return self.log_prior(keys, None if mask is None else _valid_keys(mask, scores))
 
 
 def _valid_keys(mask: Tensor, scores: Tensor) -> Bool[Tensor, "#b #h n"]:

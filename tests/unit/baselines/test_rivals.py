@@ -16,7 +16,7 @@ from bayesattn.baselines import (
 from bayesattn.baselines.gaussian import kl_gaussian
 from bayesattn.baselines.sampled_kl import sampled_kl
 from bayesattn.keyed import keyed_noise
-from bayesattn.nn import MultiheadAttention
+from bayesattn.nn import BayesianWeights
 from bayesattn.recipes._train import build_config
 from helpers import (
     CONTEXTUAL,
@@ -226,9 +226,15 @@ def test_latent_alignments_are_refused_where_they_cannot_run(variant):
 
 
 @pytest.mark.parametrize("variant", RIVALS)
-def test_modules_of_the_core_refuse_rivals_instead_of_running_something_else(variant):
-    with pytest.raises(ValueError, match=f"variant is '{variant}', which this module cannot run"):
-        MultiheadAttention(8, 2, config=AttentionChoice(variant))
+def test_functions_of_the_core_refuse_rivals_instead_of_running_something_else(variant):
+    config, query = AttentionChoice(variant), torch.randn(2, 3, 5, 4)
+    refused = pytest.raises(ValueError, match=f"variant is '{variant}', which this module cannot run")
+    with refused:
+        functional.attention(query, query, query, config=config, backend="triton")
+    with refused:
+        functional.attention_weights(query, config=config)
+    with refused:
+        BayesianWeights(config)
 
 
 def test_plain_config_builds_plain_bayesian_attention():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.config import AttentionConfig
+from bayesattn.baselines import AttentionChoice, with_score_function
 from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
@@ -26,7 +26,7 @@ class DigitsConfig:
     """Everything that decides a run; with the same values it repeats exactly on the same machine.
 
     Args:
-        attention: Soft or Bayesian attention.
+        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
         training: Epochs, batch size, KL schedule.
         seed: Initialisation, batch order, dropout and attention noise.
         train_size: Training images.
@@ -38,7 +38,7 @@ class DigitsConfig:
         weight_decay: AdamW's.
     """
 
-    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("soft"))
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=100, batch_size=50))
     seed: int = 0
     train_size: int = 200
@@ -50,6 +50,7 @@ class DigitsConfig:
     weight_decay: float = 1e-2
 
     def __post_init__(self) -> None:
+        self.attention.check_layers()
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers!r}; allowed: an integer of at least 1")
         if not (0.0 < self.learning_rate < float("inf")):
@@ -100,7 +101,11 @@ class DigitsExperiment(Experiment):
 
     def nll(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
         """Return the summed cross-entropy."""
-        return F.cross_entropy(model(batch["images"]), batch["labels"], reduction="sum")
+
+        def run() -> Float[Tensor, " b"]:
+            return F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")
+
+        return with_score_function(model, run).sum()
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return NLL and accuracy of the posterior mean on the validation images."""

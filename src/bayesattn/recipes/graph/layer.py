@@ -53,7 +53,7 @@ class CopySettings:
 
 
 class GraphAttentionLayer(BayesianModule):
-    """Graph attention with score biases and GAT's three dropouts.
+    """Graph attention with score biases and GAT's three dropouts; a rival (docs/baselines.md) runs in one copy alone.
 
     Args:
         in_dim: Features of a node.
@@ -65,6 +65,8 @@ class GraphAttentionLayer(BayesianModule):
         prior_scope: Over which nodes a contextual prior sums to one: the whole graph, or the neighbours of each node.
         kl_share: Factor of the recorded KL.
     """
+
+    on_edges = True
 
     def __init__(
         self,
@@ -79,7 +81,9 @@ class GraphAttentionLayer(BayesianModule):
         kl_share: float = 1.0,
     ) -> None:
         super().__init__()
-        if config.prior_kind == "contextual" and not config.prior_per_head:
+        if config.is_rival and num_copies > 1:
+            raise ValueError(f"num_copies is {num_copies}; allowed for {config.variant}: 1")
+        if not config.is_rival and config.prior_kind == "contextual" and not config.prior_per_head:
             raise ValueError("prior_per_head is False; allowed in the graph recipe: True, as in the authors' graph code")
         heads = num_copies * num_heads
         self.num_heads, self.num_copies = num_heads, num_copies
@@ -119,10 +123,19 @@ class GraphAttentionLayer(BayesianModule):
         """
         projected = self._project(x)
         scores = self._scores(projected, edges)
+        if self.bayes_rival is not None:
+            return self._rival(scores, self._drop(projected), edges)
         weights = self._drop(self._weights(scores, edges))
         # on a GPU, too: `plain` would store and scatter a message of all heads' features for every edge
         output = csr.weighted_sum(weights, self._drop(projected), edges) + self.bias
         return self._record(output, self._kl(scores, projected, edges, batch) if self.needs_kl else None)
+
+    def _rival(self, scores: Float[Tensor, "e g"], value: Float[Tensor, "n g d"], edges: Edges) -> Float[Tensor, "r g d"]:
+        dropout_p = self.dropout.p if self.dropout.training else 0.0
+        options = {"dropout_p": dropout_p, "generator": self.generators[0]}
+        result = self.bayes_rival.on_edges(scores, value, edges, self._ops, **options)
+        kl = None if result.kl is None else result.kl * self.kl_share
+        return self._record(result.output + self.bias, kl)
 
     def weights(self, x: SparseFeatures | Float[Tensor, "n c f"], edges: Edges) -> Float[Tensor, "e g"]:
         """Return the attention weights alone: a draw while sampling, else the posterior mean."""
@@ -155,6 +168,8 @@ class GraphAttentionLayer(BayesianModule):
         return F.leaky_relu(scores, NEGATIVE_SLOPE)
 
     def _weights(self, scores: Float[Tensor, "e g"], edges: Edges) -> Float[Tensor, "e g"]:
+        if self.bayes_rival is not None:
+            return self.bayes_rival.edge_weights(scores, edges, self._ops, self.generators[0])
         return self._ops.softmax(scores + self._log_noise(scores) if self.is_sampling else scores, edges)
 
     def _log_noise(self, scores: Float[Tensor, "e g"]) -> Float[Tensor, "e g"]:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.config import AttentionConfig
+from bayesattn.baselines import AttentionChoice, with_score_function
+from bayesattn.ops.segment import plain
 from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import Experiment, TrainingConfig, train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
@@ -29,7 +30,7 @@ class GraphConfig:
     """Everything that decides a run.
 
     Args:
-        attention: Soft or Bayesian attention.
+        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
         training: Epochs and schedules. With `batch_size` 1 the one example is the whole graph, and an epoch one step; with
             more, examples are nodes, and a step takes so many of them with their neighbourhoods.
         seed: Initialisation, dropout and attention noise.
@@ -49,7 +50,7 @@ class GraphConfig:
         weight_decay: L2 penalty, added to the gradient before Adam sees it (not AdamW's).
     """
 
-    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("soft"))
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(epochs=400, batch_size=1, keep="validation_nll", patience=100)
     )
@@ -68,6 +69,7 @@ class GraphConfig:
     weight_decay: float = 5e-4
 
     def __post_init__(self) -> None:
+        self.attention.check_layers(on_edges=True)
         for name in ("num_heads", "head_dim", "output_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
@@ -163,8 +165,23 @@ class GraphExperiment(Experiment):
     def nll(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
         """Return the summed cross-entropy of the training nodes."""
         self._move_inputs(model)
-        logits = model(self.inputs)[0]
-        return F.cross_entropy(logits[batch["rows"]], batch["labels"], reduction="sum")
+        return self._nll(model, self.inputs, batch)
+
+    def _nll(self, model: nn.Module, inputs: GraphInputs, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+        """Return the summed cross-entropy; a node's hard choice is charged with the nodes that it reaches."""
+
+        def run() -> Float[Tensor, " k"]:
+            return F.cross_entropy(model(inputs)[0][batch["rows"]], batch["labels"], reduction="none")
+
+        def charge(module: nn.Module, losses: Float[Tensor, " k"]) -> Float[Tensor, " r"]:
+            edges = inputs.edges[1]
+            of_nodes = losses.new_zeros(edges.num_targets).index_add(0, batch["rows"], losses)
+            if module in self.model.output.modules():
+                return of_nodes
+            # what a node of the first layer chose is seen by all its neighbours
+            return plain.sum_by_source(plain.lift_target(of_nodes, edges), edges)
+
+        return with_score_function(model, run, charge=charge).sum()
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return NLL and accuracy of the posterior mean on the validation nodes."""
@@ -209,7 +226,12 @@ class BatchExperiment(GraphExperiment):
 
     def __init__(self, config: GraphConfig, graph: Graph) -> None:
         super().__init__(config, graph)
-        if config.attention.prior_kind == "contextual" and config.prior_scope == "graph":
+        if config.attention.is_rival and config.attention.has_kl:
+            raise ValueError(
+                f"batch_size is {config.training.batch_size}; allowed for {config.attention.variant}, whose KL is of the "
+                "whole graph: 1"
+            )
+        if not config.attention.is_rival and config.attention.prior_kind == "contextual" and config.prior_scope == "graph":
             raise ValueError("prior_scope is 'graph', which a batch does not see; allowed with batches: 'neighbourhood'")
         labelled = len(graph.splits["train"])
         if -(-graph.num_nodes // config.training.batch_size) > labelled:
@@ -237,8 +259,7 @@ class BatchExperiment(GraphExperiment):
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
         """Return the summed cross-entropy of the batch's labelled nodes."""
-        logits = model(batch["inputs"].to(batch["labels"].device))[0]
-        return F.cross_entropy(logits[batch["rows"]], batch["labels"], reduction="sum")
+        return self._nll(model, batch["inputs"].to(batch["labels"].device), batch)
 
 
 def epochs_since_progress(rows: list[dict[str, Any]]) -> int:

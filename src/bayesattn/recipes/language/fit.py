@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.utils import logging
 
+from bayesattn.baselines import HardWeights, with_score_function
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps
 from bayesattn.recipes._standing import move
 from bayesattn.recipes.language.features import Collator, bucketed
@@ -102,6 +104,8 @@ class FineTuning(Experiment):
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
         """Return the model's loss, which is a mean over the labels, as a sum; of a score it is the squared error."""
+        if any(isinstance(module, HardWeights) for module in model.modules()):
+            return with_score_function(model, lambda: example_losses(self.task, model(**batch), batch)).sum()
         return model(**batch).loss * self.num_labels(batch)
 
     def validate(self, model: nn.Module) -> dict[str, float]:
@@ -121,6 +125,21 @@ class FineTuning(Experiment):
         logits, right = torch.cat(outputs).cpu(), torch.cat(labels)
         predicted = logits.reshape(len(right)) if self.task.kind == "regression" else logits.argmax(dim=-1)
         return measured | {f"validation_{name}": GLUE_METRICS[name](predicted, right) for name in self.task.metrics}
+
+
+def example_losses(task: Task, output: Any, batch: dict[str, Any]) -> Float[Tensor, " b"]:
+    """Return the loss of each example, which hard choices are charged with; the model's own is its mean over labels."""
+    if task.kind == "spans":
+        first, last = output.start_logits.float(), output.end_logits.float()
+        length = first.shape[1]
+        # an answer outside of its window has no label, as in transformers
+        options = {"ignore_index": length, "reduction": "none"}
+        losses = F.cross_entropy(first, batch["start_positions"].clamp(0, length), **options)
+        return losses + F.cross_entropy(last, batch["end_positions"].clamp(0, length), **options)
+    logits, labels = output.logits.float(), batch["labels"]
+    if task.kind == "regression":
+        return (logits.reshape(len(labels)) - labels).square()
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bayesattn.config import AttentionConfig
+from bayesattn.baselines import AttentionChoice
 from bayesattn.convert import report
 from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import train
@@ -34,7 +34,7 @@ class LanguageConfig:
     Args:
         task: One of `tasks.TASKS`.
         encoder: `e5-small`, a folder, a name on the hub, or `tiny`.
-        attention: Soft or Bayesian attention.
+        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
         training: How long and how fast.
         seed: Of the head's initialisation, batch order, dropout and noise.
         max_length: Tokens per text, pair or window; longer texts lose their end, longer paragraphs get more windows.
@@ -48,7 +48,7 @@ class LanguageConfig:
 
     task: str = "mrpc"
     encoder: str = "e5-small"
-    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("soft"))
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: LanguageTraining = field(default_factory=LanguageTraining)
     seed: int = 0
     max_length: int = 128
@@ -59,6 +59,7 @@ class LanguageConfig:
     source: Literal["files", "datasets"] = "files"
 
     def __post_init__(self) -> None:
+        self.attention.check_layers()
         kept = ("last", "validation_loss", *(f"validation_{name}" for name in self._validation_metrics))
         if self.training.keep not in kept:
             raise ValueError(f"training.keep is {self.training.keep!r}; allowed: {', '.join(map(repr, kept))}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.config import AttentionConfig
+from bayesattn.baselines import AttentionChoice, with_score_function
 from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
@@ -32,7 +32,7 @@ class VQAConfig:
     at epoch `decay_from` and every `decay_every` epochs after it: MCAN's own schedule.
 
     Args:
-        attention: Soft or Bayesian attention.
+        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
         training: Epochs, batch size, KL schedule.
         data: Which data set, words and answers.
         model: Sizes.
@@ -44,7 +44,7 @@ class VQAConfig:
         decay_factor: Of each reduction.
     """
 
-    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig("soft"))
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: MCANSize = field(default_factory=MCANSize)
@@ -56,6 +56,7 @@ class VQAConfig:
     decay_factor: float = 0.2
 
     def __post_init__(self) -> None:
+        self.attention.check_layers()
         for name in ("warmup_epochs", "decay_from", "decay_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
@@ -116,8 +117,12 @@ class VQAExperiment(Experiment):
     def nll(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
         """Return the binary cross-entropy, summed over answers and questions."""
         targets = batch["targets"]
-        logits = model(**{name: value for name, value in batch.items() if name != "targets"})
-        return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum")
+        inputs = {name: value for name, value in batch.items() if name != "targets"}
+
+        def run() -> Float[Tensor, " b"]:
+            return F.binary_cross_entropy_with_logits(model(**inputs).float(), targets, reduction="none").sum(dim=1)
+
+        return with_score_function(model, run).sum()
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return NLL and accuracy (min(n/3, 1)) of the posterior mean on the validation questions."""
