@@ -3,6 +3,7 @@
 docs/baselines.md is the page about them.
 """
 
+from bayesattn.baselines.attention import RivalAttention
 from bayesattn.baselines.config import RIVALS, AttentionChoice
 from bayesattn.baselines.dropout import DropoutWeights
 from bayesattn.baselines.gaussian import GaussianContext, GaussianWeights
@@ -22,6 +23,7 @@ __all__ = [
     "HardWeights",
     "InferenceNetwork",
     "LatentAlignment",
+    "RivalAttention",
     "SampledKLWeights",
     "StepAttention",
     "build_step_attention",

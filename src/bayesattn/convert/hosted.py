@@ -64,6 +64,11 @@ class HostedAttention(BayesianModule):
         """Features of a key that the contextual prior was built for."""
         return None if self.bayes_prior is None else self.bayes_prior.weight_in.shape[1]
 
+    @property
+    def wakes_dropout(self) -> bool:
+        """Whether the host's dropout of weights counts though eval mode leaves it out; `mc-dropout` has its own."""
+        return self.drops_in_eval and not self.training and self.config.variant != "mc-dropout"
+
     def attend(
         self,
         query: Float[Tensor, "b h m d"],

@@ -112,7 +112,7 @@ class _SampledAttention(TorchFunctionMode):
         if not child.is_sampling and child.bayes_rival is None:
             output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             return child.record_mean(output, batched[0], batched[1], **options)
-        if child.drops_in_eval and not child.training:
+        if child.wakes_dropout:
             if self.dropout_p is None:
                 raise ValueError(
                     "sampling(dropout=True): this module's attention dropout is unknown; give it an attribute dropout_p"

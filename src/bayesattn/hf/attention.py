@@ -168,7 +168,7 @@ def _key_offset(module: nn.Module, child: HFAttention, query: Tensor, key: Tenso
 
 
 def _dropout(module: nn.Module, child: HFAttention, given: float) -> float:
-    if child.training or not child.drops_in_eval:
+    if not child.wakes_dropout:
         return given
     # in eval mode transformers passes 0.0 whatever the rate is, so MC dropout has to look it up
     rate = dropout_rate(module)

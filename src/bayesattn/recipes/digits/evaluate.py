@@ -65,7 +65,7 @@ def available_methods(config: DigitsConfig) -> list[str]:
     """Return how predictions can be drawn from a model, the usual way second."""
     if config.attention.is_stochastic:
         return ["mean", "attention", *(["attention+dropout"] if config.dropout else [])]
-    return ["mean", *(["dropout"] if config.dropout else [])]
+    return ["mean", *(["dropout"] if config.dropout or config.attention.variant == "mc-dropout" else [])]
 
 
 @torch.no_grad()

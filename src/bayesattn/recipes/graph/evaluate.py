@@ -98,7 +98,7 @@ def available_methods(config: GraphConfig) -> list[str]:
     """Return how predictions can be drawn from a network, the usual way second."""
     if config.attention.is_stochastic:
         return ["mean", "attention", *(["attention+dropout"] if config.dropout else [])]
-    return ["mean", *(["dropout"] if config.dropout else [])]
+    return ["mean", *(["dropout"] if config.dropout or config.attention.variant == "mc-dropout" else [])]
 
 
 @torch.no_grad()

@@ -43,7 +43,9 @@ def available_methods(config: LanguageConfig, model: PreTrainedModel) -> list[st
     if config.attention.is_stochastic:
         return ["mean", "attention", *(["attention+dropout"] if has_dropout else [])]
     is_classifier = find_task(config.task).kind == "classification"
-    return ["mean", *(["dropout"] if has_dropout else []), *(["post-hoc"] if is_classifier else [])]
+    # noise after the fact takes the place of a softmax, which a rival has taken already
+    is_soft = is_classifier and not config.attention.is_rival
+    return ["mean", *(["dropout"] if has_dropout else []), *(["post-hoc"] if is_soft else [])]
 
 
 @dataclass(frozen=True)

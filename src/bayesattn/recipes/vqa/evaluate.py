@@ -109,7 +109,7 @@ def available_methods(config: VQAConfig) -> list[str]:
 
     The paper draws attention and dropout together where attention is Bayesian, and dropout alone where it is soft.
     """
-    drops = config.model.dropout > 0.0 or config.model.attention_dropout > 0.0
+    drops = config.model.dropout > 0.0 or config.model.attention_dropout > 0.0 or config.attention.variant == "mc-dropout"
     if config.attention.is_stochastic:
         return ["mean", *(["attention+dropout"] if drops else []), "attention"]
     return ["mean", *(["dropout"] if drops else [])]
