@@ -28,11 +28,6 @@ def expect(log_p: Float[Tensor, "*b n"], values: Float[Tensor, "*b n"]) -> Float
     return (torch.exp(log_p) * values.masked_fill(closed, 0.0)).sum(dim=-1)
 
 
-def entropy(log_p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """Return the entropy in nats."""
-    return -expect(log_p, log_p)
-
-
 def kl(log_q: Float[Tensor, "*b n"], log_p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
     """Return KL(q ‖ p) of two distributions over the same valid keys."""
     closed = log_q == -math.inf

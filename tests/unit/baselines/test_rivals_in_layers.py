@@ -85,7 +85,9 @@ def test_sampling_draws_in_eval_mode_inside_torchs_encoder(variant):
 def test_mc_dropout_needs_no_other_dropout_and_replaces_the_modules_own():
     layer = attention("mc-dropout", dropout=0.9, attention_dropout=0.5)
     x = tokens()
-    weights = layer(x, x, x, average_attn_weights=False)[1].detach()
+    with torch.no_grad():
+        output, weights = layer(x, x, x, average_attn_weights=False)
+        assert torch.allclose(output, layer._merge(weights @ layer._project(x, x, x)[2]), atol=1e-6)
     kept = weights / layer.eval()(x, x, x, average_attn_weights=False)[1].detach()
     # dropout at 0.5 scales by 2; at 0.9 it would by 10
     assert torch.allclose(kept[kept > 0.0], torch.full_like(kept[kept > 0.0], 2.0))
