@@ -1,5 +1,6 @@
 """Every recipe takes every rival it can from its config: it trains through the recipe's own loop, and refuses the others."""
 
+import dataclasses
 import itertools
 from functools import partial, partialmethod
 
@@ -13,7 +14,10 @@ from bayesattn.baselines.config import IN_LAYERS
 from bayesattn.baselines.rows import EdgeRows
 from bayesattn.baselines.score_function import ChoosingWeights
 from bayesattn.cli import main
+from bayesattn.config import AttentionConfig
+from bayesattn.recipes._checkpoints import check_identity
 from bayesattn.recipes._loop import train
+from bayesattn.recipes._tables import read_cell, write_cell
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes.digits import train as digits
 from bayesattn.recipes.graph import evaluate as graph_evaluate
@@ -26,6 +30,7 @@ from bayesattn.recipes.language.tasks import find_task
 from bayesattn.recipes.vqa import data as vqa_data
 from bayesattn.recipes.vqa import evaluate as vqa_evaluate
 from bayesattn.recipes.vqa import train as vqa
+from bayesattn.runs import RunError
 
 RIVALS = [variant for variant in IN_LAYERS if not variant.startswith("BAM") and variant != "soft"]
 SMALL = {
@@ -88,6 +93,27 @@ def test_every_rival_trains_through_the_loop_and_reaches_every_parameter(recipe,
 def test_soft_attention_of_a_recipe_is_what_it_was(recipe):
     one = experiment(recipe, load(recipe, "soft"))
     assert not any(getattr(module, "bayes_rival", None) is not None for module in one.model.modules())
+
+
+def test_results_from_before_a_recipe_knew_rivals_are_still_its_own(tmp_path):
+    config = load("vqa", "BAM-WC")
+    values = dataclasses.asdict(config)
+    before = {**values, "attention": dataclasses.asdict(AttentionConfig("BAM-WC"))}
+    assert before["attention"].keys() < values["attention"].keys()
+    write_cell(tmp_path / "cell.json", {"config": before}, {"accuracy": 0.5})
+    assert read_cell(tmp_path / "cell.json", {"config": values}) == {"accuracy": 0.5}
+    check_identity(tmp_path, {"config": before}, {"config": values})
+
+
+@pytest.mark.parametrize("setting", ["attention.temperature=0.7", "attention.variant=BAM-WC"])
+def test_results_of_another_rival_are_not_taken_for_this_ones(setting, tmp_path):
+    values = dataclasses.asdict(load("vqa", "hard-gumbel"))
+    write_cell(tmp_path / "cell.json", {"config": values}, {})
+    other = {"config": dataclasses.asdict(load("vqa", "hard-gumbel", setting))}
+    with pytest.raises(RunError, match="was run with other settings"):
+        read_cell(tmp_path / "cell.json", other)
+    with pytest.raises(RunError, match="is another run"):
+        check_identity(tmp_path, {"config": values}, other)
 
 
 @pytest.mark.parametrize("recipe", SMALL)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesattn.recipes._state import read_state, write_state
+from bayesattn.recipes._train import comparable
 from bayesattn.runs import CHECKPOINTS_FOLDER, FAILURE_FILE, RunError, remove_leftovers, write_json, write_log
 
 # settings that change nothing that has been computed: when to save, and what to do about a step that is yet to go wrong
@@ -85,7 +86,7 @@ class Checkpoints:
 
 def check_identity(run: Path, found: Any, wanted: dict[str, Any]) -> None:
     """Raise, naming what differs, if the run in the folder is not the one that is to go on."""
-    before, now = dict(_leaves(found)), dict(_leaves(wanted))
+    before, now = dict(_leaves(comparable(found))), dict(_leaves(comparable(wanted)))
     names = [name for name in {**before, **now} if name not in FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name) or (name in before) != (name in now)]
     if changed:

@@ -12,6 +12,7 @@ from typing import Any
 
 from scipy import stats
 
+from bayesattn.recipes._train import comparable
 from bayesattn.report.aggregate import Summary, over_runs
 from bayesattn.runs import RunError, write_json
 from bayesattn.runs import write_csv as write_csv
@@ -89,7 +90,7 @@ def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         found, measures = cell["identity"], cell["measures"]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise RunError(f"{path} is not a finished run of an experiment: {error}; remove it to run it again") from None
-    expected = json.loads(json.dumps(identity))
+    found, expected = comparable(found), comparable(json.loads(json.dumps(identity)))
     if found != expected:
         changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         raise RunError(f"{path} was run with other settings ({', '.join(changed)}); choose another folder or remove it")

@@ -23,10 +23,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from bayesattn.baselines import AttentionChoice
+from bayesattn.config import VARIANTS, AttentionConfig
 from bayesattn.runs import read_text, write_bytes
 
 Config = TypeVar("Config")
 
+_OF_RIVALS = {field.name for field in dataclasses.fields(AttentionChoice)} - {
+    field.name for field in dataclasses.fields(AttentionConfig)
+}
 
 # bytes of a config; the longest of the library has 1,500, and parsing takes a second per 100,000
 CONFIG_LIMIT = 2**16
@@ -130,6 +135,17 @@ def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> 
         raise ValueError(f"unknown config keys {shown(unknown[:5])}{more}; allowed: {sorted(fields)}")
     hints = typing.get_type_hints(cls)
     return cls(**{key: _coerce(f"{where}{key}", value, hints[key]) for key, value in values.items()})
+
+
+def comparable(values: Any) -> Any:
+    """Return the values of a config without the settings of rivals where its attention is none.
+
+    There they decide nothing, and runs from before a recipe knew rivals do not have them.
+    """
+    if not isinstance(values, dict):
+        return values
+    is_rival = values.get("variant") not in VARIANTS or values.get("sampled_kl")
+    return {name: comparable(value) for name, value in values.items() if is_rival or name not in _OF_RIVALS}
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
