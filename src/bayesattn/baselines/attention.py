@@ -90,8 +90,12 @@ class RivalAttention(nn.Module):
             if is_observing_entropy():
                 note_entropy(rows.softmax(scores.detach()), rows.mask)
             if isinstance(self.weights, SampledKLWeights):
-                keys = expand_heads(upcast(key), scores.shape[1])
-                weights, kl = self.weights.draw(scores, keys, mask=rows.mask)
+                # a key counts if any head of those that share it sees it
+                heads = key.shape[1]
+                valid = None if rows.mask is None else rows.mask.any(dim=-2).unflatten(1, (heads, -1)).any(dim=2)
+                prior = self.weights.log_prior(upcast(key), valid)
+                prior = None if prior is None else expand_heads(prior, scores.shape[1])
+                weights, kl = self.weights.draw(scores, prior=prior, mask=rows.mask)
                 return rows.weigh(F.dropout(weights, dropout_p), value), weights.to(value.dtype), kl
             output, weights, _, kl = self._attend(scores, value, rows, dropout_p)
             return output, weights.to(value.dtype), kl

@@ -15,7 +15,7 @@ from bayesattn.baselines import AttentionChoice, with_score_function
 from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian
 from bayesattn.graph import BayesianGATConv, neighbor_batch
 from bayesattn.hf import BayesianTrainer, generate
-from helpers import assert_finite
+from helpers import assert_finite, assert_within_standard_errors
 
 IN_LAYERS = ("hard-reinforce", "hard-gumbel", "gaussian-context", "gaussian-weights", "mc-dropout", "sampled-kl")
 GRAPH = torch.tensor([[0, 1, 2, 3, 4, 4, 2], [1, 2, 3, 4, 0, 1, 0]])
@@ -99,6 +99,22 @@ def test_a_training_step_reaches_every_parameter_of_any_model(name, variant):
     assert {name for name in found if found[name] is not None and "bayes" not in name} == expected
     assert all(grad is not None for name, grad in found.items() if "bayes" in name)
     assert_finite(*(grad for grad in found.values() if grad is not None))
+
+
+def test_sampled_kl_of_shared_keys_with_a_prior_for_each_estimates_the_closed_form():
+    options = {"prior_per_head": True, "weibull_k": 3.0}
+    sampled, closed = (
+        bayesianize(Caller(), AttentionChoice("BAM-WC", sampled_kl=is_sampled, **options)) for is_sampled in (True, False)
+    )
+    names = {name: name.replace("bayes_rival.weights.", "") for name in sampled.state_dict() if "settings" not in name}
+    state = sampled.state_dict()
+    closed.load_state_dict({other: state[name] for name, other in names.items()})
+    x, found = torch.randn(1, 5, 6).expand(3001, 5, 6), []
+    for model in (sampled, closed):
+        with torch.no_grad(), ba.record_kl() as kl:
+            model.train()(x)
+        found.append(kl.per_call()[0][1])
+    assert_within_standard_errors(found[0], float(found[1][0]), "grouped")
 
 
 @pytest.mark.parametrize("variant", ["hard-reinforce", "gaussian-context", "sampled-kl"])
