@@ -20,7 +20,7 @@ from bayesattn.baselines.sampled_kl import SampledKLWeights
 from bayesattn.baselines.step import build_weights
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.attention.reference import expand_heads
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.precision import upcast, without_autocast
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.reference import EdgeAttention
 from bayesattn.recording import is_observing_entropy, note_entropy
@@ -84,7 +84,7 @@ class RivalAttention(nn.Module):
             mask: True where a query may attend, broadcastable to the scores.
             dropout_p: Of the weights.
         """
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores.device.type):
             scores = upcast(scores)
             rows = DenseRows.of(scores, mask)
             if is_observing_entropy():
@@ -120,7 +120,7 @@ class RivalAttention(nn.Module):
             dropout_p: Of the weights.
             generator: Where noise comes from; None is torch's own.
         """
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores.device.type):
             output, weights, dropped, kl = self._attend(upcast(scores), value, EdgeRows(edges, ops, generator), dropout_p)
             return EdgeAttention(output, weights, dropped, kl)
 
@@ -128,7 +128,7 @@ class RivalAttention(nn.Module):
         self, scores: Float[Tensor, "e h"], edges: Edges, ops: ModuleType, generator: torch.Generator | None = None
     ) -> Float[Tensor, "e h"]:
         """Return the weights of edges alone, before dropout; arguments as for `on_edges`."""
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores.device.type):
             return self._weights(upcast(scores), EdgeRows(edges, ops, generator))[0]
 
     def drop(self, weights: Tensor, p: float) -> Tensor:

@@ -17,7 +17,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.nn import AdditiveAttention, BayesianWeights
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import masked_softmax
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.precision import upcast, without_autocast
 from bayesattn.recording import is_observing_entropy, note_entropy
 
 # variant: its weights; the others are soft attention with something around it
@@ -134,7 +134,7 @@ class StepAttention(AdditiveAttention):
         weights = self.weights
         if not weights.needs_kl:
             return None
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores.device.type):
             full = upcast(scores).unsqueeze(1)
             prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
             kl = kl_from_scores(full, prior, _rows(mask, steps), weights.config)

@@ -116,7 +116,7 @@ class HostedAttention(BayesianModule):
                 f"variant is {self.config.variant!r}, whose noise belongs to no sequence; allowed for generation: "
                 f"{', '.join(map(repr, AttentionConfig.allowed_variants))}"
             )
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, **options)
         output, weights, kl = self.bayes_rival(scores, key, value, mask=mask, dropout_p=dropout_p)
         return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None

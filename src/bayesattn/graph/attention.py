@@ -24,7 +24,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, PriorScope, edge_attention
 from bayesattn.graph.batches import SeedRows
 from bayesattn.nn import BayesianModule
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.precision import upcast, without_autocast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.priors import contextual_log_prior
@@ -173,7 +173,7 @@ class EdgeAttentionModule(BayesianModule):
                     "'hard-reinforce', 'hard-gumbel', 'mc-dropout'"
                 )
             return self.bayes_rival.edge_weights(scores, edges, plain).to(scores.dtype)
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores.device.type):
             phi = upcast(scores)
             self._call.scores = phi
             if self.is_sampling:
@@ -192,7 +192,7 @@ class EdgeAttentionModule(BayesianModule):
     def _kl(self, scores: Float[Tensor, "e h"], keys: Float[Tensor, "n h d"], call: Call) -> Float[Tensor, " 1"]:
         """Return the KL of the graph, or the estimate of it from the rows of a batch's seeds."""
         edges = call.edges
-        with torch.autocast(keys.device.type, enabled=False):
+        with without_autocast(keys.device.type):
             prior = self._log_prior(keys, edges)
             if self.seed_rows is None:
                 return reference.kl_total(scores, prior, edges, self.config, self.prior_scope)
@@ -212,7 +212,7 @@ class EdgeAttentionModule(BayesianModule):
         """Return ln Ψ of every node; Ψ is a softmax over the nodes that are the source of some edge."""
         if self.bayes_prior is None:
             return None
-        with torch.autocast(keys.device.type, enabled=False):
+        with without_autocast(keys.device.type):
             if self.bayes_prior.num_networks > 1:
                 logits = self.bayes_prior.logits(keys.transpose(0, 1))
             else:

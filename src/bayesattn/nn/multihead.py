@@ -10,6 +10,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.nn._base import BayesianModule
 from bayesattn.ops.attention import reference
 from bayesattn.ops.attention.masking import look_once
+from bayesattn.ops.precision import without_autocast
 
 
 class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
@@ -115,7 +116,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
             bias = None
         if self.bayes_rival is not None:
-            with torch.autocast(q.device.type, enabled=False):
+            with without_autocast(q.device.type):
                 scores = reference.dot_product_scores(q, k, scale=self.head_dim**-0.5, bias=bias)
             heads, weights, kl = self.bayes_rival(scores, k, v, mask=mask, dropout_p=self._dropout(self.dropout))
             return self._merge(self._record(heads, kl)), weights

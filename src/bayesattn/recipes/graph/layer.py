@@ -24,6 +24,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import PriorScope
 from bayesattn.nn import BayesianModule
+from bayesattn.ops.precision import without_autocast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.recipes.graph.features import SparseFeatures
@@ -232,7 +233,7 @@ class GraphAttentionLayer(BayesianModule):
         count = {"sum": 1, "row_mean": rows, "mean": entries}[str(self.config.kl_reduction)]
         heads = 1 if self.config.kl_reduction == "sum" else self.num_heads
         parts = []
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores.device.type):
             log_prior = self.log_prior(projected)
             for config, first, last in self._alike():
                 own = slice(first * self.num_heads, last * self.num_heads)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bayesattn.metrics import PredictionTable, tabulate_predictions
+from bayesattn.ops.precision import without_autocast
 from bayesattn.predict import predict
 from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes._train import one_thread
@@ -164,7 +165,7 @@ def tabulate(
         targets = soft_targets(questions, model.vocabulary, "paper")
         for method, samples in found.items():
             # where the draws are: the entropy of a thousand answers is work for the device, in full precision
-            with torch.autocast(samples.device.type, enabled=False):
+            with without_autocast(samples.device.type):
                 table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
             tables[method].append(table)
     return {method: _joined(parts) for method, parts in tables.items()}
