@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import bayesattn as ba
 from bayesattn.functional import attention
-from bayesattn.ops.attention import draws, reference, weibull
+from bayesattn.ops.attention import draws, reference, weibull, weibull_node
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.support import INTERPRETED
@@ -263,19 +263,37 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(fused.attention_forward, (*tensors, *options))
 
 
-@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC"])
-def test_compiles_into_one_graph_with_the_same_results(variant):
+@pytest.mark.parametrize("has_prior", [True, False])
+@pytest.mark.parametrize("has_valid", [True, False])
+def test_the_one_node_passes_opcheck(has_prior, has_valid):
+    tensors = [torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
+    prior = torch.randn(2, 4, 1, 5, device=DEVICE).log_softmax(-1).requires_grad_() if has_prior else None
+    valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2], device=DEVICE)[:, None, None] if has_valid else None
+    options = (2.0, 0.3, 0.5, "beta_psi", "log_softmax", "row_mean", 0.5, 0.25, 0.1)
+    torch.library.opcheck(weibull_node.weibull_forward, (*tensors, prior, valid, torch.tensor(3, device=DEVICE), *options))
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-WF", "BAM-LC"])
+def test_compiles_into_one_graph_with_the_same_results(variant, has_padding):
     config = ba.AttentionConfig(variant)
-    inputs = [torch.randn(2, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
-    prior = torch.randn(2, 2, 1, 9, device=DEVICE).log_softmax(-1).requires_grad_()
+    inputs = [torch.randn(2, heads, 9, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
+    # shared by the heads
+    prior = torch.randn(2, 1, 1, 9, device=DEVICE).log_softmax(-1).requires_grad_() if variant != "BAM-WF" else None
+    mask = torch.arange(9, device=DEVICE).expand(2, 1, 1, 9) < torch.tensor([9, 5], device=DEVICE)[:, None, None, None]
+    leaves = [*inputs, *([] if prior is None else [prior])]
 
     def loss(query, key, value, prior):
-        output, kl = attention(query, key, value, config=config, prior=prior, seed=SEED, backend="triton")
+        options = {"config": config, "prior": prior, "mask": mask if has_padding else None, "seed": SEED}
+        output, kl = attention(query, key, value, **options, backend="triton")
         return output.square().sum() + kl.sum()
 
-    expected = torch.autograd.grad(loss(*inputs, prior), [*inputs, prior])
+    expected = torch.autograd.grad(loss(*inputs, prior), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")
-    for ours, theirs in zip(torch.autograd.grad(compiled(*inputs, prior), [*inputs, prior]), expected, strict=True):
+    before = LAUNCHES["weibull_kl"]
+    found = torch.autograd.grad(compiled(*inputs, prior), leaves)
+    assert LAUNCHES["weibull_kl"] == before + (variant != "BAM-LC")
+    for ours, theirs in zip(found, expected, strict=True):
         # the compiler may order sums differently
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

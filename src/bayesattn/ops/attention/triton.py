@@ -30,7 +30,7 @@ from bayesattn.ops.attention.launch import (
     row_stride,
 )
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.weibull import is_one_node, weibull_attention
+from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
 from bayesattn.ops.launch import prepared
 from bayesattn.ops.precision import saturate
 

@@ -1,0 +1,177 @@
+"""Weibull attention with its KL as one autograd node, which torch.compile sees as one operator."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bayesattn.config import AttentionConfig
+from bayesattn.ops.attention import kl_kernels
+from bayesattn.ops.attention.launch import Noise, aligned, layout
+from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.attention.weibull import Divergence, Problem, run_backward, run_forward
+
+# the kernel multiplies four numbers of the size of α, which is Ψ or βΨ
+LARGEST_ALPHA = 1e6
+
+
+def is_one_node(log_prior: Tensor | None, allowed: Allowed, config: AttentionConfig) -> bool:
+    """Whether all queries share their keys, and nothing is empty."""
+    mask = allowed.mask
+    return (
+        config.family == "weibull"
+        and not allowed.is_causal
+        and (mask is None or mask.shape[1] == mask.shape[2] == 1)
+        and (log_prior is None or log_prior.dtype == torch.float32)
+        and max(config.gamma_beta, config.gamma_alpha) <= LARGEST_ALPHA
+        and min(allowed.shape) > 0
+    )
+
+
+def weibull_attention(
+    query: Float[Tensor, "b h m d"],
+    key: Float[Tensor, "b hk n d"],
+    value: Float[Tensor, "b hk n dv"],
+    log_prior: Float[Tensor, "#b #h 1 n"] | None,
+    allowed: Allowed,
+    config: AttentionConfig,
+    seed: Tensor,
+    strength: float,
+    scale: float,
+    dropout: float,
+) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"]]:
+    """Return the output of one sample and the KL of each example."""
+    b, _, _, n = allowed.shape
+    valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
+    forms = (str(config.alpha_form), str(config.score_form), str(config.kl_reduction))
+    divergence = Divergence(config.weibull_k, config.gamma_beta, config.gamma_alpha, *forms)
+    if torch.compiler.is_compiling():
+        prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
+        out, kl, *_ = weibull_forward(query, key, value, prior, valid, seed, *divergence, strength, scale, dropout)
+        return out, kl
+    noise = Noise(True, strength, dropout, seed.ndim > 0)
+    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, divergence, noise, scale)
+
+
+class _WeibullAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query, key, value, log_prior, valid, seed, divergence: Divergence, noise: Noise, scale: float):
+        query, key, value = aligned(query), aligned(key), aligned(value)
+        prior = None if log_prior is None else log_prior.expand(*query.shape[:2], 1, key.shape[2])
+        prior = prior if prior is None or prior.stride(-1) == 1 else prior.contiguous()
+        layouts = layout(query), layout(key), layout(value), layout(prior)
+        ctx.problem = Problem(*layouts, valid is not None, divergence, noise, scale)
+        inputs = (query, key, value, prior, valid, seed)
+        out, kl, *results = run_forward(ctx.problem, *inputs)
+        ctx.save_for_backward(*inputs, out, *results)
+        ctx.prior_shape = None if log_prior is None else log_prior.shape
+        ctx.set_materialize_grads(False)
+        return out, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad, grad_kl):
+        saved = ctx.saved_tensors
+        out, lse = saved[6:8]
+        grad = torch.zeros_like(out) if grad is None else aligned(grad)
+        grad_kl = lse.new_zeros(len(out)) if grad_kl is None else grad_kl
+        *grads, grad_prior = run_backward(ctx.problem, grad, grad_kl, saved[:6], saved[6:])
+        if grad_prior is not None and grad_prior.shape != ctx.prior_shape:
+            grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
+        return *grads, grad_prior, *([None] * 5)
+
+
+@torch.library.custom_op("bayesattn::weibull_forward", mutates_args=())
+def weibull_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    valid: Tensor | None,
+    seed: Tensor,
+    weibull_k: float,
+    gamma_beta: float,
+    gamma_alpha: float,
+    alpha_form: str,
+    score_form: str,
+    reduction: str,
+    strength: float,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`run_forward` as torch.compile sees it."""
+    numbers = (weibull_k, gamma_beta, gamma_alpha, alpha_form, score_form, reduction, strength, scale, dropout)
+    inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
+    return run_forward(_problem_of(inputs, numbers), *inputs)  # type: ignore[return-value]  (eight)
+
+
+def _problem_of(inputs: Sequence[Any], numbers: Sequence[Any]) -> Problem:
+    *divergence, strength, scale, dropout = numbers
+    query, key, value, prior, valid, seed = inputs
+    layouts = layout(query), layout(key), layout(value), layout(prior)
+    noise = Noise(True, strength, dropout, seed.ndim > 0)
+    return Problem(*layouts, valid is not None, Divergence(*divergence), noise, scale)
+
+
+@weibull_forward.register_fake
+def _(query, key, value, prior, valid, seed, *numbers):
+    (b, h, m, d), n = query.shape, key.shape[2]
+    sizes = [(b,), (b, h, m), (b, h, m), (b, h, 1, n), (b, h, kl_kernels.NUM_STATS.value), (b, h, 1, d), (b, h, 1, d)]
+    rest = [query.new_empty(size, dtype=torch.float32) for size in sizes]
+    return query.new_empty((b, h, m, value.shape[-1])), *rest
+
+
+@torch.library.custom_op("bayesattn::weibull_backward", mutates_args=())
+def weibull_backward(
+    grad: Tensor,
+    grad_kl: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    valid: Tensor | None,
+    seed: Tensor,
+    results: list[Tensor],
+    weibull_k: float,
+    gamma_beta: float,
+    gamma_alpha: float,
+    alpha_form: str,
+    score_form: str,
+    reduction: str,
+    strength: float,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`run_backward` as torch.compile sees it; the gradient of a prior that is not there is empty."""
+    numbers = (weibull_k, gamma_beta, gamma_alpha, alpha_form, score_form, reduction, strength, scale, dropout)
+    inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
+    *grads, grad_prior = run_backward(_problem_of(inputs, numbers), aligned(grad), grad_kl, inputs, results)
+    return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four)
+
+
+@weibull_backward.register_fake
+def _(grad, grad_kl, query, key, value, prior, *options):
+    grads = (x.new_empty(x.shape) for x in (query, key, value))
+    return *grads, grad_kl.new_empty(0 if prior is None else prior.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    query, key, value, prior, valid, seed, *ctx.numbers = inputs
+    out, _, *results = output
+    ctx.save_for_backward(query, key, value, prior, valid, seed, out, *results)
+    ctx.mark_non_differentiable(*results)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, grad_kl, *_):
+    inputs, results = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+    grad = torch.zeros_like(results[0]) if grad is None else grad
+    grad_kl = results[1].new_zeros(len(grad)) if grad_kl is None else grad_kl
+    *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, results, *ctx.numbers)
+    return *grads, None if inputs[3] is None else grad_prior, *([None] * 11)
+
+
+weibull_forward.register_autograd(_differentiate, setup_context=_keep)
