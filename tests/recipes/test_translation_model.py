@@ -209,6 +209,8 @@ def test_draws_disagree_and_the_mean_does_not():
     # one distribution: its entropy minus itself, up to rounding of float32
     assert float(plain.mutual_information.max()) < 1e-5
     assert float(drawn.mutual_information.max()) > 1e-3
+    # shares of five draws, exactly: nothing is above 1
+    assert set((drawn.disagreement * 5).unique().tolist()) <= {0.0, 1.0, 2.0, 3.0, 4.0, 5.0}
     assert torch.equal(plain.steps, make_batch(SOURCES, TARGETS)["target_out"] != PAD)
     nll = model(**make_batch(SOURCES, TARGETS))
     assert torch.allclose(-plain.probability[plain.steps].log(), nll[plain.steps], atol=1e-5)

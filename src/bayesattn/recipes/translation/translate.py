@@ -213,7 +213,7 @@ def judge(
                 p = torch.exp(log_probs)
                 mean = mean + p / count
                 spread = spread + torch.special.entr(p).sum(dim=-1) / count
-                votes = votes + (p.argmax(dim=-1) != target) / count
+                votes = votes + (p.argmax(dim=-1) != target)
     steps = target != PAD
     confidence, favourite = mean.max(dim=-1)
     overall = entropy(mean)
@@ -221,7 +221,7 @@ def judge(
         "probability": mean.gather(-1, target.unsqueeze(-1)).squeeze(-1),
         "entropy": overall,
         "mutual_information": (overall - spread).clamp(min=0.0),
-        "disagreement": votes,
+        "disagreement": votes / count,
         "confidence": confidence,
     }
     return Judged(**{name: row * steps for name, row in rows.items()}, is_right=(favourite == target) & steps, steps=steps)
