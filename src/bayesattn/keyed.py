@@ -78,6 +78,11 @@ def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
         _open.remove(scope)
 
 
+def is_keyed() -> bool:
+    """Return whether the draws of this thread belong to examples: what is recorded now would repeat theirs."""
+    return getattr(_local, "scope", None) is not None
+
+
 def next_seeds(batch: int, device: torch.device) -> Int[Tensor, " b"] | None:
     """Return the seeds of the next call's batch entries, or None where no scope is open: then torch's generator draws.
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from bayesattn import AttentionConfig, record_kl, sampling
 from bayesattn.baselines import RIVALS, AttentionChoice, build_step_attention, with_score_function
+from bayesattn.keyed import keyed_noise
 from bayesattn.recipes.translation.batches import make_batch
 from bayesattn.recipes.translation.decoder import lstm_cell
 from bayesattn.recipes.translation.graphs import GraphedUnroll
@@ -265,6 +266,18 @@ def test_recorded_graphs_need_a_gpu_and_planned_noise():
         GraphedUnroll(decoder)(torch.randn(1, 2, 28), *memory, torch.zeros(1, 1, 3), None)
     with pytest.raises(ValueError, match="'compile' with hard-reinforce attention, which draws inside the loop"):
         Translator(AttentionChoice("hard-reinforce"), 17, **SIZES, decoder_mode="compile")
+
+
+def test_noise_of_examples_is_not_recorded():
+    decoder = build("hard-gumbel").decoder
+    memory = decoder.remember(torch.randn(2, 3, 8), torch.ones(2, 3, dtype=torch.bool))
+    gates, found = torch.randn(2, 5, 28), []
+    for run in (decoder.unroll, GraphedUnroll(decoder)):
+        torch.manual_seed(3)
+        with keyed_noise(torch.tensor([7, 8])):
+            found.append(run(gates, *memory, None, None).contexts)
+    # a recording would need a GPU, and repeat the noise of its first examples
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("variant", ["BAM-WC", "hard-reinforce"])

@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from bayesattn.keyed import is_keyed
 from bayesattn.recipes.translation.decoder import Decoder, Unrolled
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
@@ -96,6 +97,9 @@ class GraphedUnroll:
         steps: Tensor | None = None,
     ) -> Unrolled:
         """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
+        if is_keyed() and not self.decoder.attention.is_plannable:
+            # noise inside the loop would be that of the examples it was recorded with, at every replay
+            return self.decoder.unroll(gates, values, keys, mask, prior, bias, drop, steps)
         if gates.device.type != "cuda":
             raise ValueError(f"decoder_mode is 'cuda-graph' on {gates.device.type}; allowed there: 'eager', 'compile'")
         named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "drop": drop}
