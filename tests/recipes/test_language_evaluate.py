@@ -220,6 +220,17 @@ def test_unanswerable_questions_are_out_of_distribution_for_squad_1(squad_runs):
     assert "exact_match" not in splits["unanswerable"]["metrics"]
 
 
+def test_unanswerable_questions_are_of_articles_that_were_not_trained_on(tmp_path):
+    for version, articles in (("1.1", 17), ("2.0", 12)):
+        write_squad(tmp_path, version, articles=articles, impossible=(1,) if version == "2.0" else ())
+    first, second = (shifts.squad.load(TASKS[name], tmp_path)[0] for name in ("squad1", "squad2"))
+    found = shifted_splits(TASKS["squad1"], first["test"], [1.0], tmp_path)["unanswerable"]
+    tested = [{question.title for question in part} for part in (first["test"], second["test"])]
+    # one article of 2.0's test split is in 1.1's validation split
+    assert len(tested[1] - tested[0]) == 1
+    assert {question.title for question in found} == tested[0] & tested[1]
+
+
 def test_no_answer_threshold_is_chosen_on_validation(squad_runs):
     splits = squad_runs[1]["squad2"]["methods"]["mean"]["splits"]
     thresholds = {values["metrics"]["exact_match"]["null_threshold"] for values in splits.values()}

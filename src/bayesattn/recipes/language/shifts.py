@@ -103,10 +103,10 @@ def shifted_splits(task: Task, test: Sequence[Any], noise: Sequence[float], data
     splits = {
         f"{kind}-{strength:g}": noisy(test, kind, strength) for kind in ("characters", "words") for strength in strengths
     }
-    return splits | _other_texts(task, data)
+    return splits | _other_texts(task, test, data)
 
 
-def _other_texts(task: Task, data: Path | None) -> dict[str, list[Any]]:
+def _other_texts(task: Task, test: Sequence[Any], data: Path | None) -> dict[str, list[Any]]:
     if data is None:
         return {}
     found: dict[str, list[Any]] = {}
@@ -117,7 +117,7 @@ def _other_texts(task: Task, data: Path | None) -> dict[str, list[Any]]:
         found[f"foreign-{FOREIGN[task.name]}"] = [replace(example, label=None) for example in other]
     if task.name == "sst2" and (reviews := find_text(data, [REVIEWS_FILE])) is not None:
         found["reviews"] = text_data.read_examples(task, *reviews)[0]
-    if task.name == "squad1" and (unanswerable := _unanswerable(data)):
+    if task.name == "squad1" and (unanswerable := _unanswerable(data, {question.title for question in test})):
         found["unanswerable"] = unanswerable
     return found
 
@@ -131,15 +131,18 @@ def _test_of(name: str, data: Path) -> list[Example] | None:
         raise
 
 
-def _unanswerable(data: Path) -> list[Question]:
-    """Return SQuAD 2.0's questions without an answer, from the articles of 2.0's test split."""
+def _unanswerable(data: Path, titles: set[str]) -> list[Question]:
+    """Return SQuAD 2.0's questions without an answer, of articles that are in the test splits of both versions.
+
+    The versions share articles, so one in 2.0's test split alone may have been trained on.
+    """
     try:
         splits, _ = squad.load(TASKS["squad2"], data)
     except ValueError as error:
         if "was not found" in str(error):
             return []
         raise
-    return [question for question in splits["test"] if not question.answers]
+    return [question for question in splits["test"] if not question.answers and question.title in titles]
 
 
 def _changeable(entry: Any) -> tuple[str, ...]:
