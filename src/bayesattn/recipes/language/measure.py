@@ -129,10 +129,10 @@ def _answer_metrics(records: list[dict[str, Any]], threshold: float | None, num_
     }
 
 
-def answer_nll(records: Sequence[dict[str, Any]]) -> float:
-    """Return the mean of −ln p(a right answer); one that a model cannot give, such as too long a one, counts 1e-9."""
+def answer_losses(records: Sequence[dict[str, Any]]) -> Float[Tensor, " n"]:
+    """Return −ln p(a right answer) of every question; one that a model cannot give, such as too long a one, counts 1e-9."""
     right = torch.tensor([record["right_probability"] for record in records], dtype=torch.float64)
-    return float(-right.clamp(min=1e-9).log().mean())
+    return -right.clamp(min=1e-9).log()
 
 
 def sureness(records: Sequence[dict[str, Any]]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
@@ -154,7 +154,7 @@ def _answer_calibration(records: list[dict[str, Any]], num_resamples: int) -> di
     values = statistic(confidence, is_right).tolist()
     names = ("answer_ece", "answer_aurc")
     found = {name: {"value": value, "low": low, "high": high} for name, value, (low, high) in zip(names, values, ends)}
-    return {"answer_nll": {"value": answer_nll(records), "low": None, "high": None}, **found}
+    return {"answer_nll": {"value": float(answer_losses(records).mean()), "low": None, "high": None}, **found}
 
 
 def _detection(inside: list[dict[str, Any]], outside: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from bayesattn.metrics import evaluate_predictions
 from bayesattn.recipes._tables import markdown, read_cell, write_cell, write_csv
 from bayesattn.recipes._train import progress
 from bayesattn.recipes.language.grids import GRIDS, NUM_SAMPLES, Trial, trials
-from bayesattn.recipes.language.measure import answer_nll
+from bayesattn.recipes.language.measure import answer_losses
 from bayesattn.recipes.language.metrics import GLUE_METRICS, pearson
 from bayesattn.recipes.language.predictor import Predictor, available_methods
 from bayesattn.recipes.language.prepare import Prepared
@@ -79,7 +79,7 @@ def _measures(
         return {"pearson": pearson(scores, labels), "rmse": float((scores - labels).square().mean().sqrt())}
     if task.kind == "spans":
         found = {name: sum(record[name] for record in records) / len(records) for name in ("exact_match", "f1")}
-        return {**found, "answer_nll": answer_nll(records)}
+        return {**found, "answer_nll": float(answer_losses(records).mean())}
     known = {name: estimate.value for name, estimate in evaluate_predictions(samples, labels, num_resamples=0).items()}
     known["main"] = GLUE_METRICS[task.metrics[0]](mean.argmax(dim=1), labels)
     return {name: known[name] for name in MEASURES[task.kind]}
