@@ -42,11 +42,11 @@ def test_first_table_is_the_mean_and_interval_of_the_csv(variant):
         assert shown[task] == ("–" if found is None else show(over_runs(found), 100.0, 1))
 
 
-@pytest.mark.parametrize("task", ["MRPC", "CoLA", "RTE", "SST-2"])
+@pytest.mark.parametrize("task", ["MRPC", "CoLA", "RTE", "SST-2", "QNLI", "QQP", "WNLI"])
 def test_tables_by_task_are_those_of_the_csv(task):
     values = read_values()
-    section = re.split(r"(?m)^### ", (RESULTS / "language.md").read_text())
-    text = next(part for part in section if part.startswith(f"{task}\n"))
+    sections = re.split(r"(?m)^## ", (RESULTS / "language-table.md").read_text())
+    text = next(part for part in sections if part.startswith(f"{task}\n"))
     for variant, row in rows_of(text, "| variant | seeds |").items():
         if variant == "ensemble":
             continue
@@ -58,3 +58,49 @@ def test_tables_by_task_are_those_of_the_csv(task):
             found = values[task.lower().replace("-", ""), variant, metric, variant != "soft"]
             assert row[heading] == show(over_runs(found), scale, digits)
             assert row["seeds"] == str(len(found))
+
+
+@pytest.mark.parametrize("variant", ["soft", "dropout", "BAM-WC"])
+def test_table_of_squad_is_that_of_the_csv(variant):
+    values = read_values()
+    shown = rows_of((RESULTS / "language.md").read_text(), "| | seeds | EM |")[variant]
+    for heading, metric, scale, digits in (
+        ("EM", "exact_match", 100.0, 1),
+        ("F1", "f1", 100.0, 1),
+        ("NLL", "answer_nll", 1.0, 3),
+        ("ECE %", "answer_ece", 100.0, 1),
+        ("AURC %", "answer_aurc", 100.0, 1),
+    ):
+        assert shown[heading] == show(over_runs(values["squad1", variant, metric, variant != "soft"]), scale, digits)
+
+
+@pytest.mark.parametrize("task", ["QNLI", "QQP", "WNLI"])
+def test_differences_of_one_seed_are_those_of_their_csv(task):
+    shown = rows_of((RESULTS / "language.md").read_text(), "| seed 0 |")
+    with (RESULTS / "language-one-seed.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["task"] == task.lower()]
+    for heading, metric, scale, digits in (("accuracy %", "accuracy", 100.0, 1), ("NLL", "nll", 1.0, 3)):
+        for second, name in (("soft:mean", "soft"), ("soft:dropout", "dropout")):
+            row = next(r for r in rows if (r["first"], r["second"], r["metric"]) == ("BAM-WC:attention", second, metric))
+            value, low, high = (f"{scale * float(row[key]):+.{digits}f}" for key in ("value", "low", "high"))
+            expected = f"{value} ({low} to {high})".replace("-", "−")
+            assert shown[f"{task}, {heading}"][f"BAM-WC − {name}"] == expected
+
+
+def test_table_of_the_third_search_is_that_of_its_csv():
+    shown = rows_of((RESULTS / "language.md").read_text(), "| validation | seeds |")
+    values = defaultdict(list)
+    with (RESULTS / "language-search-noise.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["method"] == "attention":
+                for metric in ("pearson", "rmse", "exact_match", "answer_nll"):
+                    values[metric, float(row["weibull_k"])].append(row[metric])
+    for name, metric, scale, digits in (
+        ("STS-B, Pearson %", "pearson", 100.0, 1),
+        ("STS-B, RMSE", "rmse", 1.0, 3),
+        ("SQuAD 1.1, EM %", "exact_match", 100.0, 1),
+        ("SQuAD 1.1, NLL", "answer_nll", 1.0, 3),
+    ):
+        for k in (1, 5, 20):
+            expected = ", ".join(f"{scale * float(value):.{digits}f}" for value in values[metric, k] if value)
+            assert shown[name][f"k {k}"].strip("*") == expected

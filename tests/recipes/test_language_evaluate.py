@@ -112,6 +112,7 @@ def test_data_that_moved_are_found_by_the_variable(soft_run, tmp_path, monkeypat
     shutil.copytree(soft_run, folder)
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**run, "data": str(tmp_path / "gone")}))
+    monkeypatch.delenv("BAYESATTN_DATA", raising=False)
     with pytest.raises(ValueError, match="which does not exist"):
         predict_run(folder, noise=(0.0,), methods=["mean"])
     monkeypatch.setenv("BAYESATTN_DATA", run["data"])

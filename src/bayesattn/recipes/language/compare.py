@@ -76,7 +76,7 @@ def compare(first: tuple[Path, str], second: tuple[Path, str], split: str = "tes
     for metric, values in ours.items():
         gap = (values - theirs[metric]).unsqueeze(1)
         low, high = bootstrap_mean(gap, num_resamples=NUM_RESAMPLES)[0].tolist()
-        found.append(Difference(task, seeds, *names, split, metric, counts[0], float(gap.mean()), low, high))
+        found.append(Difference(task, seeds, names[0], names[1], split, metric, counts[0], float(gap.mean()), low, high))
     return found
 
 
