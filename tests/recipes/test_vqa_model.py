@@ -1,5 +1,7 @@
 """MCAN: the paper's parameter counts, one model for all variants, and masks that noise cannot destroy."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -187,6 +189,23 @@ def test_learning_rate_follows_the_papers_schedule():
 def test_impossible_sizes_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         MCANSize(**settings)
+
+
+def test_regions_have_a_place_only_where_the_grid_is_named(inputs):
+    """Without places the answer does not depend on the order of the regions; with them it does."""
+    inputs["region_mask"] = torch.ones_like(inputs["region_mask"])
+    turned = {**inputs, "regions": inputs["regions"].flip(1)}
+    plain = small_model("soft").eval()
+    # float32 sums over the regions in another order
+    torch.testing.assert_close(plain(**turned), plain(**inputs), rtol=1e-4, atol=1e-5)
+    placed = small_model("soft", dataclasses.replace(SMALL, grid_cells=6)).eval()
+    assert bool(((placed(**turned) - placed(**inputs)).abs() > 1e-3).any())
+
+
+def test_another_number_of_regions_than_cells_is_an_error(inputs):
+    placed = small_model("soft", dataclasses.replace(SMALL, grid_cells=5))
+    with pytest.raises(ValueError, match="regions has 6 regions; allowed: grid_cells, 5"):
+        placed(**inputs)
 
 
 def test_every_map_takes_the_fused_backend_where_nobody_can_look_at_numbers(inputs, monkeypatch):

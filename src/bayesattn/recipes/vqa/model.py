@@ -33,6 +33,8 @@ class MCANSize:
         fused_dim: Features of the question and image together.
         dropout: Everywhere but on attention weights.
         attention_dropout: On attention weights; upstream MCAN has 0.1, the authors' Bayesian runs none.
+        grid_cells: Cells of a grid of features, each with a learnt vector for its place, without which nothing is left or
+            right of anything; 0: regions without a place, as in MCAN, whose boxes overlap.
     """
 
     width: int = 512
@@ -44,8 +46,11 @@ class MCANSize:
     fused_dim: int = 1024
     dropout: float = 0.1
     attention_dropout: float = 0.0
+    grid_cells: int = 0
 
     def __post_init__(self) -> None:
+        if self.grid_cells < 0:
+            raise ValueError(f"grid_cells is {self.grid_cells!r}; allowed: an integer of at least 0")
         for name in ("width", "num_heads", "num_layers", "feedforward_dim", "word_dim", "reduction_dim", "fused_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
@@ -108,6 +113,7 @@ class MCAN(nn.Module):
         self.embedding = nn.Embedding(len(vocabulary.words), size.word_dim, padding_idx=PADDING)
         self.lstm = nn.LSTM(size.word_dim, size.width, batch_first=True)
         self.region_proj = nn.Linear(region_dim, size.width)
+        self.place = nn.Parameter(0.1 * torch.randn(size.grid_cells, size.width)) if size.grid_cells else None
         options = {"dropout": size.dropout, "batch_first": True, "config": attention}
         sizes = (size.width, size.num_heads, size.feedforward_dim)
         self.question_layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(size.num_layers))
@@ -141,6 +147,10 @@ class MCAN(nn.Module):
         # padding is cleared as well as masked: as a query it would carry its noise into the KL
         regions = torch.where(region_mask[..., None], regions, 0.0) * self.feature_scale
         image = self.region_proj(regions)
+        if self.place is not None:
+            if len(self.place) != regions.shape[1]:
+                raise ValueError(f"regions has {regions.shape[1]} regions; allowed: grid_cells, {len(self.place)}")
+            image = image + self.place
         no_word, no_region = ~word_mask, ~region_mask
         for layer in self.question_layers:
             question = layer(question, src_key_padding_mask=no_word)
