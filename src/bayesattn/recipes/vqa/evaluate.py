@@ -1,6 +1,7 @@
 """Ask a trained model for M answers to every test question, on clean and on noisy features."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ PAPER_VARIANCE = 5.0
 # questions answered together, and draws of them
 BATCH_SIZE = 128
 CHUNK_SIZE = 10
+# batches that are made into a table together: on a GPU a table is launches, whatever its length
+TABLE_BATCHES = 8
 # values that one split and method may take in a run's predictions; of larger sets evenly spaced questions are kept
 MAX_VALUES = 2**25
 # longest side of the pictures kept for the report
@@ -160,15 +163,16 @@ def tabulate(
 ) -> dict[str, PredictionTable]:
     """Return by method one row of numbers for every question of any number of questions, without keeping the draws."""
     tables: dict[str, list[PredictionTable]] = {method: [] for method in methods}
-    for found, indices in draws(model, condition, methods, num_samples, seed):
-        questions = [condition.split.questions[index] for index in indices]
-        targets = soft_targets(questions, model.vocabulary, "paper")
-        for method, samples in found.items():
+    found = draws(model, condition, methods, num_samples, seed)
+    while parts := list(itertools.islice(found, TABLE_BATCHES)):
+        questions = [condition.split.questions[index] for _, indices in parts for index in indices]
+        targets = soft_targets(questions, model.vocabulary, "paper").to(next(model.parameters()).device)
+        for method in methods:
+            samples = torch.cat([by_method[method] for by_method, _ in parts], dim=1)
             # where the draws are: the entropy of a thousand answers is work for the device, in full precision
-            with without_autocast(samples.device.type):
-                table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
-            tables[method].append(table)
-    return {method: _joined(parts) for method, parts in tables.items()}
+            with torch.autocast(samples.device.type, enabled=False):
+                tables[method].append(tabulate_predictions(samples, targets, task="multilabel", test="welch"))
+    return {method: _joined(rows) for method, rows in tables.items()}
 
 
 def _joined(tables: list[PredictionTable]) -> PredictionTable:
