@@ -166,12 +166,13 @@ def tabulate(
     found = draws(model, condition, methods, num_samples, seed)
     while parts := list(itertools.islice(found, TABLE_BATCHES)):
         questions = [condition.split.questions[index] for _, indices in parts for index in indices]
-        targets = soft_targets(questions, model.vocabulary, "paper").to(next(model.parameters()).device)
+        targets = soft_targets(questions, model.vocabulary, "paper")
         for method in methods:
             samples = torch.cat([by_method[method] for by_method, _ in parts], dim=1)
             # where the draws are: the entropy of a thousand answers is work for the device, in full precision
             with torch.autocast(samples.device.type, enabled=False):
-                tables[method].append(tabulate_predictions(samples, targets, task="multilabel", test="welch"))
+                table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
+            tables[method].append(table)
     return {method: _joined(rows) for method, rows in tables.items()}
 
 
