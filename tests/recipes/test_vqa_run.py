@@ -1,5 +1,6 @@
 """The VQA recipe from training to the table: it learns from the image, and every number adds up."""
 
+import dataclasses
 import json
 from collections import Counter, defaultdict
 from html import escape
@@ -12,6 +13,7 @@ from rich.console import Console
 from bayesattn.cli import main
 from bayesattn.metrics import evaluate_predictions, evaluate_table, pavpu
 from bayesattn.recipes.vqa import data as data_module
+from bayesattn.recipes.vqa import evaluate as evaluate_module
 from bayesattn.recipes.vqa import reproduce as reproduce_module
 from bayesattn.recipes.vqa.accuracy import soft_accuracy, soft_targets
 from bayesattn.recipes.vqa.ask import ask
@@ -171,7 +173,8 @@ def test_features_command_says_what_it_lacks(tmp_path, capsys):
         pytest.skip("timm is installed")
 
 
-def test_table_of_a_stream_is_the_table_of_all_draws(run, splits):
+def test_table_of_a_stream_is_the_table_of_all_draws(run, splits, monkeypatch):
+    monkeypatch.setattr(evaluate_module, "TABLE_BATCHES", 1)
     _, model = load_run(run)
     condition = Condition("test", thin(splits["test"], 150), variance=0.1)
     table = tabulate(model, condition, ["mean", "attention"], 3, seed=5)["attention"]
@@ -185,17 +188,15 @@ def test_table_of_a_stream_is_the_table_of_all_draws(run, splits):
 
 
 def test_feature_noise_is_the_same_for_every_method(run, splits, monkeypatch):
-    from bayesattn.recipes.vqa import evaluate
-
     _, model = load_run(run)
-    seen, add_noise = defaultdict(list), evaluate.add_noise
+    seen, add_noise = defaultdict(list), evaluate_module.add_noise
 
     def spy(values, variance, generator):
         noisy = add_noise(values, variance, generator)
         seen[method].append(noisy)
         return noisy
 
-    monkeypatch.setattr(evaluate, "add_noise", spy)
+    monkeypatch.setattr(evaluate_module, "add_noise", spy)
     condition = Condition("noisy", thin(splits["test"], 140), variance=1.0)
     for method in ("mean", "attention"):
         list(draws(model, condition, [method], 2, seed=1))
@@ -214,6 +215,24 @@ def test_measures_take_the_accuracy_of_the_deterministic_answer(run, splits):
     kinds = Counter(question.kind for question in condition.split.questions)
     by_type = sum(measured[f"accuracy {kind}"] * count for kind, count in kinds.items()) / 130
     assert by_type == pytest.approx(measured["accuracy"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_measures_are_of_the_split_asked_for_in_the_precision_of_the_training(run, splits, monkeypatch, precision):
+    config, _ = load_run(run)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
+    seen = []
+
+    def measure(model, condition, method):
+        seen.append((len(condition.split), condition.name, torch.is_autocast_enabled("cpu")))
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr(reproduce_module, "measure", measure)
+    monkeypatch.setattr(evaluate_module, "choose_device", lambda: torch.device("cpu"))
+    found = reproduce_module.measure_run(run, config, None, "validation")
+    names = ["clean", "noise 0.5x", "noise 1x", "noise 2x"]
+    assert seen == [(len(splits["validation"]), name, precision == "bf16") for name in names]
+    assert found["noise 2x accuracy"] == 0.5
 
 
 def test_noise_is_stated_in_deviations_of_the_features(splits):
