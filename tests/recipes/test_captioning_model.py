@@ -143,11 +143,11 @@ def test_steps_planned_together_equal_single_steps(variant, is_training):
 @pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC", "BAM-LC"])
 def test_recorded_loop_is_the_plain_one(variant):
     """Losses, KL and gradients of every parameter; the third call replays what the first recorded, after another shape."""
-    model = small_model(variant, kl_reduction="sum").cuda().train()
-    model.dropout.p = 0.0
     found = []
     for mode in ("eager", "auto"):
-        model.decoder_mode, rows = mode, []
+        # parameters of its own: what was computed from them without a recording would be in the way of one
+        model, rows = small_model(variant, kl_reduction="sum").cuda().train(), []
+        model.decoder_mode, model.dropout.p = mode, 0.0
         for call, count in enumerate((3, 2, 3, 2)):
             torch.manual_seed(5 + call)
             regions, words = torch.randn(count, REGIONS, FEATURES).cuda(), torch.randint(0, 13, (count, 6)).cuda()
@@ -159,10 +159,43 @@ def test_recorded_loop_is_the_plain_one(variant):
             gradients = [parameter.grad for parameter in model.parameters()]
             rows.append([total.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
         found.append(rows)
-    assert len(model._recordings._recorded) == 2
+        assert len(model._recordings._recorded) == (2 if mode == "auto" else 0)
     for plain, recorded in zip(*found, strict=True):
         # float32 sums in another order
         torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-4)
+
+
+def _stands_in_for_a_recording(module, samples, **options):
+    """As `make_graphed_callables` without a GPU: only the shapes of the samples may come again."""
+    shapes = [sample.shape for sample in samples]
+
+    def replay(*inputs):
+        assert [x.shape for x in inputs] == shapes
+        return module(*inputs)
+
+    return replay
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LF"])
+def test_loop_given_to_a_recording_is_the_plain_one(variant, monkeypatch):
+    """All but the recording itself, which needs a GPU: which tensors go in, and where their gradients go."""
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", _stands_in_for_a_recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    model, found = small_model(variant, kl_reduction="sum").train(), []
+    for is_recorded in (False, True):
+        monkeypatch.setattr(model, "_is_recorded", lambda reads, is_recorded=is_recorded: is_recorded)
+        rows = []
+        for count in (3, 2, 3):
+            torch.manual_seed(count)
+            model.zero_grad()
+            with record_kl() as kl:
+                logits = model(torch.randn(count, REGIONS, FEATURES), torch.randint(0, 13, (count, 6)))
+            (logits.square().sum() + (kl.total() if len(kl) else 0.0)).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            rows.append([logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
+        found.append(rows)
+    assert len(model._recordings._recorded) == 2
+    assert all(torch.equal(*pair) for rows in zip(*found, strict=True) for pair in zip(*rows, strict=True))
 
 
 def test_positions_select_steps_of_the_whole():

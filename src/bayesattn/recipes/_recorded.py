@@ -14,7 +14,8 @@ class Recordings:
     """A module's calls, recorded on the first one with given shapes and replayed on every later one.
 
     The recordings share their memory, which is then that of the largest one: the backward pass of a call has to come before
-    the next call, as it does in training. What is random has to come in as an input.
+    the next call, as it does in training. Nor may, at the first call, an earlier result that was computed from the same
+    parameters without a recording still be waiting for its backward pass: CUDA refuses to record across streams.
 
     Args:
         build: Returns the module for inputs of these names, in this order: positional tensors in, a tuple of tensors out.
@@ -38,13 +39,13 @@ class Recordings:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs.values())
         module, dtype = self.build(tuple(inputs)), torch.get_autocast_dtype("cuda")
-        # a cached low-precision copy of a weight would be baked into the recording
+        # a low-precision copy of a weight from outside would be baked into the recording; the module makes its own
         with (
             torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
             warnings.catch_warnings(),
         ):
             # the warm-up in front of a recording runs on a stream of its own
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            # a module may hold parameters that its loop does not use; one warm-up loads every kernel
+            # a module may hold parameters that are not used in it; one warm-up loads every kernel
             options = {"num_warmup_iters": 1, "allow_unused_input": True, "pool": self._pool}
             return torch.cuda.make_graphed_callables(module, samples, **options)  # type: ignore[return-value]  (what went in, graphed)
