@@ -13,7 +13,6 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.keyed import is_keyed
+from bayesattn.recipes._recorded import Recordings
 from bayesattn.recipes.translation.decoder import Decoder, Unrolled
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
@@ -73,17 +73,13 @@ class _Loop(nn.Module):
 class GraphedUnroll:
     """`decoder.unroll`, recorded on the first call with a shape and replayed on every later one.
 
-    The recordings share their memory, which is then that of the largest one: the backward pass of a call has to come before
-    the next call, as it does in training.
-
     Args:
         decoder: Its parameters may change between calls, their place in memory may not.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self._recorded: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
-        self._pool: tuple[int, int] | None = None
+        self.recordings = Recordings(lambda names: _Loop(decoder, names).train(decoder.training))
 
     def __call__(
         self,
@@ -106,24 +102,4 @@ class GraphedUnroll:
         # a recording with the KL is another one than without
         named |= {"steps": steps if self.decoder.attention.weights.needs_kl else None}
         inputs = {name: value for name, value in named.items() if value is not None}
-        key = (torch.is_grad_enabled(), *((name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in inputs.items()))
-        if key not in self._recorded:
-            self._recorded[key] = self._record(inputs)
-        return Unrolled(*self._recorded[key](*inputs.values()))
-
-    def _record(self, inputs: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs.values())
-        loop = _Loop(self.decoder, tuple(inputs)).train(self.decoder.training)
-        dtype = torch.get_autocast_dtype("cuda")
-        # a low-precision copy of a weight from outside would be baked into the recording; the loop makes its own
-        with (
-            torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
-            warnings.catch_warnings(),
-        ):
-            # the warm-up in front of a recording runs on a stream of its own
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            # parameters outside the loop (embedding gates, key projection) are in the module and not used; one warm-up
-            # loads every kernel
-            options = {"num_warmup_iters": 1, "allow_unused_input": True, "pool": self._pool}
-            return torch.cuda.make_graphed_callables(loop, samples, **options)  # type: ignore[return-value]  (what went in, graphed)
+        return Unrolled(*self.recordings(inputs))
