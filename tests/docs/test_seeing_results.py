@@ -1,0 +1,77 @@
+"""The tables of docs/results/captioning.md and vqa.md are what the committed CSV files give."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from bayesattn.recipes.captioning import reproduce as captioning
+from bayesattn.recipes.vqa import reproduce as vqa
+from bayesattn.recipes.vqa.tables import render
+
+FOLDER = Path(__file__).parents[2] / "docs" / "results"
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (FOLDER / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def tables(page: str) -> dict[str, list[str]]:
+    """Return the lines between the marks `<!-- name -->` and `<!-- end -->`, by name."""
+    text = (FOLDER / page).read_text(encoding="utf-8")
+    return {
+        name: lines(found) for name, found in re.findall(r"<!-- (?:captioning|vqa) (.*?) -->\n(.*?)<!-- end -->", text, re.S)
+    }
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("## ")]
+
+
+@pytest.mark.parametrize("dataset", ["flickr8k", "shapes"])
+def test_tables_of_captions_are_those_of_the_runs(dataset):
+    names = {shown: variant for variant, shown in captioning.VARIANTS.items()}
+    found: dict[str, dict] = {}
+    for row in rows("captioning.csv"):
+        if row["dataset"] == dataset:
+            cell = {name: value if name == "tokenizer" else float(value) for name, value in list(row.items())[4:]}
+            cell |= {"num_parameters": int(row["num_parameters"]), "skipped": {}}
+            found.setdefault(row["search"], {}).setdefault(names[row["variant"]], {})[int(row["seed"])] = cell
+    written = tables("captioning.md")
+    assert len(found) == 2
+    for search, cells in found.items():
+        assert written[f"{dataset}, {search}, ours"] == lines(captioning._page("", cells))
+
+
+@pytest.mark.parametrize("dataset", ["daquar", "shapes"])
+def test_tables_of_answers_are_those_of_the_runs(dataset):
+    cells: dict[str, dict] = {}
+    for row in rows("vqa.csv"):
+        if row["dataset"] == dataset:
+            value = float(row["value"])
+            measures = cells.setdefault(row["variant"], {}).setdefault(int(row["seed"]), {})
+            measures[row["measure"]] = int(value) if row["measure"] == "num_parameters" else value
+    assert tables("vqa.md")[dataset] == lines(render(dataset, cells, vqa.NUM_SAMPLES))
+
+
+def test_the_page_has_the_means_of_the_noisy_validation_questions():
+    settings: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in rows("vqa-noisy-validation.csv"):
+        settings.setdefault((row["config"], row["settings"]), []).append(row)
+    page = (FOLDER / "vqa.md").read_text(encoding="utf-8")
+    assert len(settings) == 8
+
+    def mean(found: list[dict[str, str]], conditions: list[str], name: str) -> float:
+        chosen = [float(row[name]) for row in found if row["condition"] in conditions]
+        return sum(chosen) / len(chosen)
+
+    noisy = [f"noise {level}x" for level in ("0.5", "1", "2", "4", "8")]
+    for found in settings.values():
+        accuracy = [100 * mean(found, [c], "accuracy") for c in ("clean", "noise 1x", "noise 4x", "noise 8x")]
+        accuracy.append(100 * mean(found, noisy, "accuracy"))
+        certain = [100 * mean(found, conditions, "pavpu_05") for conditions in (["clean"], noisy)]
+        nll = [mean(found, [c], "nll") for c in ("clean", "noise 8x")]
+        shown = [*(f"{value:.1f}" for value in (*accuracy, *certain)), *(f"{value:.2f}" for value in nll)]
+        assert " | ".join(shown) in page
