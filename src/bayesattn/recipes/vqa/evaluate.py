@@ -170,7 +170,7 @@ def tabulate(
         for method in methods:
             samples = torch.cat([by_method[method] for by_method, _ in parts], dim=1)
             # where the draws are: the entropy of a thousand answers is work for the device, in full precision
-            with torch.autocast(samples.device.type, enabled=False):
+            with without_autocast(samples.device.type):
                 table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
             tables[method].append(table)
     return {method: _joined(rows) for method, rows in tables.items()}
