@@ -128,7 +128,18 @@ def draw_curve(dataset: str, by_variant: Cells, path: Path) -> None:
             values = [point.value for point in points]
             errors = [0.0 if point.high is None else point.high - point.value for point in points]
             style = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": LINES[index % len(LINES)]}
-            ax.errorbar(places, values, yerr=errors, label=variant, markersize=4, linewidth=1.2, capsize=2, **style)
+            # side by side, so that the intervals can be told apart
+            aside = 0.01 * places[-1] * (index - (len(by_variant) - 1) / 2)
+            ax.errorbar(
+                [place + aside for place in places],
+                values,
+                yerr=errors,
+                label=variant,
+                markersize=4,
+                linewidth=1.2,
+                capsize=2,
+                **style,
+            )
         ax.set_xlabel("variance of the noise / variance of the features")
         ax.set_ylabel(label)
         plain(ax)
