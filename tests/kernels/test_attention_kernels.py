@@ -269,7 +269,7 @@ def test_the_one_node_passes_opcheck(has_prior, has_valid):
     tensors = [torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
     prior = torch.randn(2, 4, 1, 5, device=DEVICE).log_softmax(-1).requires_grad_() if has_prior else None
     valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2], device=DEVICE)[:, None, None] if has_valid else None
-    options = (2.0, 0.3, 0.5, "beta_psi", "log_softmax", "row_mean", 0.5, 0.25, 0.1)
+    options = ([2.0, 0.3, 0.5, 0.5, 0.25, 0.1], "beta_psi log_softmax row_mean")
     torch.library.opcheck(weibull_node.weibull_forward, (*tensors, prior, valid, torch.tensor(3, device=DEVICE), *options))
 
 

@@ -47,13 +47,15 @@ def weibull_attention(
     b, _, _, n = allowed.shape
     valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
     forms = (str(config.alpha_form), str(config.score_form), str(config.kl_reduction))
-    divergence = Divergence(config.weibull_k, config.gamma_beta, config.gamma_alpha, *forms)
+    numbers = (config.weibull_k, config.gamma_beta, config.gamma_alpha)
     if torch.compiler.is_compiling():
         prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
-        out, kl, *_ = weibull_forward(query, key, value, prior, valid, seed, *divergence, strength, scale, dropout)
+        out, kl, *_ = weibull_forward(
+            query, key, value, prior, valid, seed, [*numbers, strength, scale, dropout], " ".join(forms)
+        )
         return out, kl
     noise = Noise(True, strength, dropout, seed.ndim > 0)
-    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, divergence, noise, scale)
+    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, Divergence(*numbers, *forms), noise, scale)
 
 
 class _WeibullAttention(torch.autograd.Function):
@@ -92,28 +94,22 @@ def weibull_forward(
     prior: Tensor | None,
     valid: Tensor | None,
     seed: Tensor,
-    weibull_k: float,
-    gamma_beta: float,
-    gamma_alpha: float,
-    alpha_form: str,
-    score_form: str,
-    reduction: str,
-    strength: float,
-    scale: float,
-    dropout: float,
+    numbers: list[float],
+    forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`run_forward` as torch.compile sees it."""
-    numbers = (weibull_k, gamma_beta, gamma_alpha, alpha_form, score_form, reduction, strength, scale, dropout)
+    """`run_forward` as torch.compile sees it, with what a schema can say: the numbers and names of `_problem_of`."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    return run_forward(_problem_of(inputs, numbers), *inputs)  # type: ignore[return-value]  (eight)
+    return run_forward(_problem_of(inputs, numbers, forms), *inputs)  # type: ignore[return-value]  (eight)
 
 
-def _problem_of(inputs: Sequence[Any], numbers: Sequence[Any]) -> Problem:
-    *divergence, strength, scale, dropout = numbers
+def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str) -> Problem:
+    """Return the problem from the divergence's three numbers, strength, scale and dropout, and its three forms."""
+    weibull_k, gamma_beta, gamma_alpha, strength, scale, dropout = numbers
     query, key, value, prior, valid, seed = inputs
     layouts = layout(query), layout(key), layout(value), layout(prior)
     noise = Noise(True, strength, dropout, seed.ndim > 0)
-    return Problem(*layouts, valid is not None, Divergence(*divergence), noise, scale)
+    divergence = Divergence(weibull_k, gamma_beta, gamma_alpha, *forms.split())
+    return Problem(*layouts, valid is not None, divergence, noise, scale)
 
 
 @weibull_forward.register_fake
@@ -135,20 +131,12 @@ def weibull_backward(
     valid: Tensor | None,
     seed: Tensor,
     results: list[Tensor],
-    weibull_k: float,
-    gamma_beta: float,
-    gamma_alpha: float,
-    alpha_form: str,
-    score_form: str,
-    reduction: str,
-    strength: float,
-    scale: float,
-    dropout: float,
+    numbers: list[float],
+    forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`run_backward` as torch.compile sees it; the gradient of a prior that is not there is empty."""
-    numbers = (weibull_k, gamma_beta, gamma_alpha, alpha_form, score_form, reduction, strength, scale, dropout)
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    *grads, grad_prior = run_backward(_problem_of(inputs, numbers), aligned(grad), grad_kl, inputs, results)
+    *grads, grad_prior = run_backward(_problem_of(inputs, numbers, forms), aligned(grad), grad_kl, inputs, results)
     return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four)
 
 
@@ -159,7 +147,7 @@ def _(grad, grad_kl, query, key, value, prior, *options):
 
 
 def _keep(ctx, inputs, output) -> None:
-    query, key, value, prior, valid, seed, *ctx.numbers = inputs
+    query, key, value, prior, valid, seed, *ctx.options = inputs
     out, _, *results = output
     ctx.save_for_backward(query, key, value, prior, valid, seed, out, *results)
     ctx.mark_non_differentiable(*results)
@@ -170,8 +158,8 @@ def _differentiate(ctx, grad, grad_kl, *_):
     inputs, results = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
     grad = torch.zeros_like(results[0]) if grad is None else grad
     grad_kl = results[1].new_zeros(len(grad)) if grad_kl is None else grad_kl
-    *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, results, *ctx.numbers)
-    return *grads, None if inputs[3] is None else grad_prior, *([None] * 11)
+    *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, results, *ctx.options)
+    return *grads, None if inputs[3] is None else grad_prior, *([None] * 4)
 
 
 weibull_forward.register_autograd(_differentiate, setup_context=_keep)

@@ -74,6 +74,8 @@ class FineTuning(Experiment):
         self.model, self.task, self.collator = model, task, collator
         self.train, self.validation = splits["train"].rows, splits["validation"].rows
         self.num_examples, self.max_steps = len(self.train), config.steps
+        # hard choices are charged with the loss of their own example, which the model does not tell
+        self.is_hard = any(isinstance(module, HardWeights) for module in model.modules())
         # weights decay, biases and the scales of norms do not: they are vectors
         parameters = list(model.parameters())
         groups = [
@@ -104,7 +106,7 @@ class FineTuning(Experiment):
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
         """Return the model's loss, which is a mean over the labels, as a sum; of a score it is the squared error."""
-        if any(isinstance(module, HardWeights) for module in model.modules()):
+        if self.is_hard:
             return with_score_function(model, lambda: example_losses(self.task, model(**batch), batch)).sum()
         return model(**batch).loss * self.num_labels(batch)
 
