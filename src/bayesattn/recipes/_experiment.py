@@ -72,6 +72,8 @@ class Experiment:
         scheduler: Stepped once per optimiser step; optional.
         num_examples: Size of the training set.
         max_steps: Optimiser steps of the whole run, in place of the config's epochs; None counts epochs.
+        is_recordable: Whether `nll` is work for the device alone, nothing in it waits for a result or depends on a number
+            of the batch: on a GPU the loop then records it, once for every shape of batch (`_replay.py`).
     """
 
     model: nn.Module
@@ -79,6 +81,7 @@ class Experiment:
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     num_examples: int
     max_steps: int | None = None
+    is_recordable: bool = False
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
         """Return the indices of each optimiser step of one epoch; shuffled, unless a recipe has a reason.

@@ -27,6 +27,7 @@ from bayesattn.recipes._experiment import Experiment, TrainingConfig, num_steps
 from bayesattn.recipes._guards import Diverged, detect_collapse, diagnose, gradient_norm
 from bayesattn.recipes._interrupts import Interrupted, watch_signals
 from bayesattn.recipes._processes import Processes, process_seed, share
+from bayesattn.recipes._replay import RecordedSteps
 from bayesattn.recipes._standing import SUMS, Standing, move
 from bayesattn.recipes._state import Generators, flatten, random_state, set_random_state, whole
 from bayesattn.recipes._train import MetricLog, seed_everything, shown
@@ -75,6 +76,7 @@ class _Loop:
         if self.rank > 0:
             # the same model everywhere, but dropout and noise of its own in every process
             seed_everything(process_seed(seed, self.rank))
+        self.recorded = RecordedSteps(self._run_recorded, list(self.model.parameters())) if self._can_record() else None
 
     def run(self) -> MetricLog:
         started = time.monotonic()
@@ -124,8 +126,24 @@ class _Loop:
         by_steps = steps is not None and self.at.step % steps == 0
         return by_steps or (seconds is not None and time.monotonic() - self.saved_at >= seconds)
 
+    def _can_record(self) -> bool:
+        """Whether steps are recorded: one process with a GPU, one part a step, noise that a recording can draw."""
+        is_alone = self.world == 1 and self.config.accumulation_steps == 1
+        return self.experiment.is_recordable and self.device.type == "cuda" and is_alone and self.config.noise == "generator"
+
+    def _run_recorded(self, batch: dict[str, Any], factors: Tensor) -> tuple[Tensor, ...]:
+        """Return loss, NLL and KL of a batch after its backward pass; the factors are those of NLL and KL in the loss."""
+        nll, kl, _ = self._forward(self.model, batch, observe=False)
+        loss = elbo(nll * factors[0], kl * factors[1]).loss
+        loss.backward()
+        return loss.detach(), nll.detach(), kl.detach()
+
     def _step(self, indices: Int[Tensor, " b"]) -> None:
         """Make one optimiser step on the examples `indices`, of which this process takes its share."""
+        with nullcontext() if self.recorded is None else self.recorded.on_stream():
+            self._step_here(indices)
+
+    def _step_here(self, indices: Int[Tensor, " b"]) -> None:
         parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
         batches = self._collate(indices, parts)
         counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
@@ -138,15 +156,21 @@ class _Loop:
             has_examples = float(len(part) > 0)
             is_last = index == len(parts) - 1
             sync = nullcontext() if is_last else self.accelerator.no_sync(self.model)
-            with self._noise(part, indices), sync:
-                nll, kl, entropy = self._forward(self.model, batch, observe=self.at.batch == 0)
-                part_loss = elbo(
-                    nll * (has_examples * self.world / labels),
-                    kl * (self.world * len(part) / len(indices)),
-                    kl_weight=self.config.kl_schedule(self.at.step),
-                    labels_per_example=labels / len(indices),
-                ).loss
-                self.accelerator.backward(part_loss)
+            kl_weight = self.config.kl_schedule(self.at.step)
+            if self.recorded is not None and self.at.batch > 0:
+                factors = torch.tensor([1.0 / labels, kl_weight * len(indices) / labels])
+                part_loss, nll, kl = self.recorded(batch, factors.to(self.device, non_blocking=True))
+                entropy = EntropyScope()
+            else:
+                with self._noise(part, indices), sync:
+                    nll, kl, entropy = self._forward(self.model, batch, observe=self.at.batch == 0)
+                    part_loss = elbo(
+                        nll * (has_examples * self.world / labels),
+                        kl * (self.world * len(part) / len(indices)),
+                        kl_weight=kl_weight,
+                        labels_per_example=labels / len(indices),
+                    ).loss
+                    self.accelerator.backward(part_loss)
             loss = loss + part_loss.detach()
             own = (nll.detach(), kl.detach() * len(part), entropy.total, entropy.count)
             new = {name: new[name] + value * has_examples for name, value in zip(SUMS, own)}

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from bayesattn.baselines import HardWeights, with_score_function
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps
+from bayesattn.recipes._replay import is_recordable
 from bayesattn.recipes._standing import move
 from bayesattn.recipes.language.features import Collator, bucketed
 from bayesattn.recipes.language.metrics import GLUE_METRICS
@@ -76,6 +77,7 @@ class FineTuning(Experiment):
         self.num_examples, self.max_steps = len(self.train), config.steps
         # hard choices are charged with the loss of their own example, which the model does not tell
         self.is_hard = any(isinstance(module, HardWeights) for module in model.modules())
+        self.is_recordable = is_recordable(model)
         # weights decay, biases and the scales of norms do not: they are vectors
         parameters = list(model.parameters())
         groups = [
@@ -105,9 +107,14 @@ class FineTuning(Experiment):
         return len(batch["input_ids"]) * (2 if self.task.kind == "spans" else 1)
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the model's loss, which is a mean over the labels, as a sum; of a score it is the squared error."""
+        """Return the model's loss, which is a mean over the labels, as a sum; of a score it is the squared error.
+
+        While launches are recorded nobody can look whether a mask has a gap, or one row for all queries; so it comes as one.
+        """
         if self.is_hard:
             return with_score_function(model, lambda: example_losses(self.task, model(**batch), batch)).sum()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            batch = {**batch, "attention_mask": batch["attention_mask"].bool()[:, None, None, :]}
         return model(**batch).loss * self.num_labels(batch)
 
     def validate(self, model: nn.Module) -> dict[str, float]:

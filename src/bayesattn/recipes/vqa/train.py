@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bayesattn.baselines import AttentionChoice, with_score_function
 from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn.recipes._replay import is_recordable
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
 from bayesattn.recipes.vqa.accuracy import soft_targets
 from bayesattn.recipes.vqa.data import DataConfig, Split, build_vocabulary, load_splits
@@ -102,6 +103,7 @@ class VQAExperiment(Experiment):
         self.vocabulary = vocabulary
         scale = whole.regions.variance**-0.5 if config.data.scale_features else 1.0
         self.model = build_model(config, vocabulary, whole.regions.dim, scale)
+        self.is_recordable = is_recordable(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-9)
         steps_per_epoch = num_steps(self, config.training) // config.training.epochs
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
