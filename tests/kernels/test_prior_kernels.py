@@ -95,6 +95,17 @@ def test_half_precision_keys():
     compare(*both((2, 2, 45, 16), dtype=torch.float16), tolerance=2**-11)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 67, 16), (1, 2, 300, 64), (2, 1, 41, 100)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_products_of_bfloat16_keys_have_the_precision_of_float32(shape, per_head):
+    found, truth = both(shape, per_head=per_head, dtype=torch.bfloat16)
+    (log_prior, grad_key, *fused), (true_log_prior, true_grad_key, *plain) = found, truth
+    compare([log_prior, *fused], [true_log_prior, *plain])
+    # the keys' gradient is rounded once, to bfloat16's eight bits (the interpreter cuts); the rest as above
+    scale = float(true_grad_key.abs().max().clamp(min=1.0))
+    torch.testing.assert_close(grad_key, true_grad_key, rtol=2**-7 if INTERPRETED else 2**-8, atol=2e-5 * scale)
+
+
 def test_gradients_repeat_bit_for_bit():
     first, second = (torch.manual_seed(1) and both((3, 4, 131, 24))[0] for _ in range(2))
     for ours, theirs in zip(first, second, strict=True):

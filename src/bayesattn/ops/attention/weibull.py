@@ -97,14 +97,17 @@ def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
     query, key, value, given, scale = problem.query, problem.key, problem.value, problem.divergence, problem.scale
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
     shared, bd = problem.shared, padded(d)
+    # a head whose queries and keys are one tile has no loop to fill: less memory a program, more of them at once
+    most, longest = max(16, TILE // bd), padded(max(m, n))
+    is_one_tile = longest <= most
     attend = forward_launch(query, key, value, problem.mask, None, problem.noise, scale, False, True)
     divergence = prepared(
         kl_kernels.weibull_kl_kernel, (b * h,), *query.strides[:3], *key.strides[:3], *problem.strides, h, h // hk, m, n, d,
         scale, shared["log_alpha_shift"], shared["slope"], math.log(given.weibull_k) - EULER_GAMMA - 1.0, given.gamma_beta,
         shared["log_beta"], shared["log_cap"], math.exp(LOG_ROW_CAP), **problem.switches,
-        PER=DIVIDE[given.reduction], BLOCK=max(16, TILE // bd), BD=bd,
+        PER=DIVIDE[given.reduction], BLOCK=min(most, longest), BD=bd,
         # what is in flight fits into the shared memory of smaller GPUs, too
-        STAGES=3 if query.dtype.itemsize == 2 else 2, num_warps=8,
+        STAGES=1 if is_one_tile else 3 if query.dtype.itemsize == 2 else 2, num_warps=4 if is_one_tile else 8,
     )  # fmt: skip
     return attend, divergence
 

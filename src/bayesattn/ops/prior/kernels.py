@@ -1,6 +1,7 @@
 """Triton kernels of the contextual prior: Ψ = softmax_j(w₂ᵀ relu(W₁ᵀ k_j + b₁) + b₂) over the keys of a head (Sec. 3.3).
 
-All arithmetic is in float32; the products with the d × d_mid matrix are too small for lower precision to pay.
+All arithmetic has the precision of float32. Keys in bfloat16 stay as they are: a matrix of float32 is the sum of three of
+bfloat16, so three products on tensor cores, which add up in float32, are the exact one. Other keys get a plain product.
 """
 
 import triton
@@ -19,15 +20,54 @@ def _network(W1, B1, W2, network, rd, rh, D, HIDDEN):
 
 @triton.jit
 def _keys(keys, rn, rd, stride_kn, N, D):
-    """Return a block of keys in float32; 0 outside of its sizes."""
+    """Return a block of keys, in bfloat16 or float32; 0 outside of its sizes."""
     inside = (rn < N)[:, None] & (rd < D)[None, :]
-    return tl.load(keys + rn[:, None] * stride_kn + rd[None, :], mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(keys + rn[:, None] * stride_kn + rd[None, :], mask=inside, other=0.0)
+    return k if k.dtype == tl.bfloat16 else k.to(tl.float32)
+
+
+@triton.jit
+def _parts(x):
+    """Return three matrices of bfloat16, each the rounding error of those before it: their sum is x."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot(a, b, total, WIDEN: tl.constexpr):
+    """Return a · b + total; WIDEN in Triton's interpreter, which cannot multiply bfloat16."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _product(keys, matrix, WIDEN: tl.constexpr):
+    """Return keys · matrix; the matrix is in float32."""
+    if keys.dtype == tl.bfloat16:
+        high, middle, low = _parts(matrix)  # type: ignore[misc]  (a jitted call's type is not known)
+        return _dot(keys, high, _dot(keys, middle, _dot(keys, low, None, WIDEN), WIDEN), WIDEN)
+    else:  # Triton compiles what follows a return, too
+        return _dot(keys, matrix, None, False)
+
+
+@triton.jit
+def _product_for_keys(gradient, matrix, keys, WIDEN: tl.constexpr):
+    """Return gradient · matrix, to be rounded to the type of the keys: for bfloat16 the smallest parts are left out."""
+    if keys.dtype == tl.bfloat16:
+        high, middle, _ = _parts(gradient)  # type: ignore[misc]
+        to_high, to_middle, _ = _parts(matrix)  # type: ignore[misc]
+        return _dot(high, to_high, _dot(high, to_middle, _dot(middle, to_high, None, WIDEN), WIDEN), WIDEN)
+    else:
+        return _dot(gradient, matrix, None, False)
 
 
 @triton.jit
 def prior_logits_kernel(
     K, W1, B1, W2, B2, LOGITS, stride_kb, stride_kh, stride_kn, H, NETWORKS, N, D, HIDDEN,
-    BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Prior logits of one block of keys."""
     bh = tl.program_id(1)
@@ -35,7 +75,7 @@ def prior_logits_kernel(
     rn, rd, rh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
     w1, b1, w2 = _network(W1, B1, W2, network, rd, rh, D, HIDDEN)  # type: ignore[misc]  (a jitted call's type is not known)
     k = _keys(K + batch * stride_kb + head * stride_kh, rn, rd, stride_kn, N, D)
-    hidden = tl.dot(k, w1, input_precision="ieee") + b1[None, :]
+    hidden = _product(k, w1, WIDEN) + b1[None, :]
     logits = tl.sum(tl.maximum(hidden, 0.0) * w2[None, :], 1) + tl.load(B2 + network).to(tl.float32)
     tl.store(LOGITS + bh.to(tl.int64) * N + rn, logits, mask=rn < N)
 
@@ -78,7 +118,7 @@ def prior_grad_kernel(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_gb, stride_gh, stride_gn,
     H, NETWORKS, N, D, HIDDEN, ITEMS, stride_sum,
     BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, HAS_VALID: tl.constexpr,
-    NEED_KEY: tl.constexpr,
+    NEED_KEY: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of every so-many-th block of a network's keys: dk_j, and a row of sums for W₁, b₁, w₂ and b₂.
 
@@ -106,13 +146,13 @@ def prior_grad_kernel(
         grad = tl.load(grads + rn * stride_gn, mask=used, other=0.0)
         grad = tl.where(used, grad - tl.exp(tl.load(OUT + row + rn, mask=used, other=0.0)) * total, 0.0)
         k = _keys(K + batch * stride_kb + head * stride_kh, rn, rd, stride_kn, N, D)
-        hidden = tl.dot(k, w1, input_precision="ieee") + b1[None, :]
+        hidden = _product(k, w1, WIDEN) + b1[None, :]
         grad_hidden = tl.where(hidden > 0.0, grad[:, None] * w2[None, :], 0.0)
-        grad_w1 += tl.dot(tl.trans(k), grad_hidden, input_precision="ieee")
+        grad_w1 += _product(tl.trans(k), grad_hidden, WIDEN)
         grad_b1 += tl.sum(grad_hidden, 0)
         grad_w2 += tl.sum(tl.maximum(hidden, 0.0) * grad[:, None], 0)
         if NEED_KEY:
-            grad_key = tl.dot(grad_hidden, tl.trans(w1), input_precision="ieee")
+            grad_key = _product_for_keys(grad_hidden, tl.trans(w1), k, WIDEN)
             pointers = GRAD_K + (row + rn)[:, None] * D + rd[None, :]
             tl.store(pointers, grad_key.to(GRAD_K.dtype.element_ty), mask=(rn < N)[:, None] & (rd < D)[None, :])
     # a row: W₁ of all networks, then b₁, w₂, and b₂, which cancels in the softmax

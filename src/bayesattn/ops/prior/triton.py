@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, layout, padded
+from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.prior import kernels
 
@@ -36,7 +37,7 @@ def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int,
     b, h, n, d = key.shape
     logits = prepared(
         kernels.prior_logits_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], h, networks, n, d, hidden,
-        **_tiles(d, hidden), BN=BLOCK_KEYS,
+        **_shared(d, hidden), BN=BLOCK_KEYS,
     )  # fmt: skip
     softmax = prepared(
         kernels.prior_softmax_kernel, (b * h,), *(valid or (0, 0)), h, n, HAS_VALID=valid is not None, BLOCK=BLOCK
@@ -55,13 +56,14 @@ def _backward_launch(
     launch = prepared(
         kernels.prior_grad_kernel, (rows, networks), *key.strides[:3], *(valid or (0, 0)), grad[0], grad[1], grad[3],
         h, networks, n, d, hidden, items, columns,
-        **_tiles(d, hidden), BN=GRAD_KEYS, BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
+        **_shared(d, hidden), BN=GRAD_KEYS, BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
     )  # fmt: skip
     return launch, (rows, columns)
 
 
-def _tiles(d: int, hidden: int) -> dict[str, int]:
-    return {"BD": padded(d), "BH": padded(hidden)}
+def _shared(d: int, hidden: int) -> dict[str, int]:
+    """Return the constants of both kernels."""
+    return {"BD": padded(d), "BH": padded(hidden), "WIDEN": INTERPRETED}
 
 
 def _strides(valid: Tensor | None) -> tuple[int, int] | None:
