@@ -60,7 +60,7 @@ def test_equals_the_plain_network_with_all_gradients(shape, per_head):
 def test_a_program_of_the_backward_pass_may_have_many_blocks(per_head, monkeypatch):
     from bayesattn.ops.prior import triton as prior_ops
 
-    monkeypatch.setattr(prior_ops, "PROGRAMS", 5)
+    monkeypatch.setitem(prior_ops.PROGRAMS, torch.float32, 5)
     prior_ops._backward_launch.cache_clear()  # it has looked at the number
     compare(*both((3, 2, 131, 24), per_head=per_head))
     prior_ops._backward_launch.cache_clear()

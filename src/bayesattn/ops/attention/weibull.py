@@ -35,6 +35,8 @@ from bayesattn.ops.precision import saturate
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}
 # entries of a tile of keys or queries; many bytes in flight make up for one program a head
 TILE = 16384
+# up to this length half a tile is enough
+SHORT = 512
 PREPARE_ROWS = 64
 
 
@@ -97,17 +99,16 @@ def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
     query, key, value, given, scale = problem.query, problem.key, problem.value, problem.divergence, problem.scale
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
     shared, bd = problem.shared, padded(d)
-    # a head whose queries and keys are one tile has no loop to fill: less memory a program, more of them at once
-    most, longest = max(16, TILE // bd), padded(max(m, n))
-    is_one_tile = longest <= most
+    # a short head has no loop worth filling: less memory a program, more of them at once
+    is_short, most = max(m, n) <= SHORT, max(16, TILE // bd)
     attend = forward_launch(query, key, value, problem.mask, None, problem.noise, scale, False, True)
     divergence = prepared(
         kl_kernels.weibull_kl_kernel, (b * h,), *query.strides[:3], *key.strides[:3], *problem.strides, h, h // hk, m, n, d,
         scale, shared["log_alpha_shift"], shared["slope"], math.log(given.weibull_k) - EULER_GAMMA - 1.0, given.gamma_beta,
         shared["log_beta"], shared["log_cap"], math.exp(LOG_ROW_CAP), **problem.switches,
-        PER=DIVIDE[given.reduction], BLOCK=min(most, longest), BD=bd,
+        PER=DIVIDE[given.reduction], BLOCK=min(most // 2, padded(max(m, n))) if is_short else most, BD=bd,
         # what is in flight fits into the shared memory of smaller GPUs, too
-        STAGES=1 if is_one_tile else 3 if query.dtype.itemsize == 2 else 2, num_warps=4 if is_one_tile else 8,
+        STAGES=1 if is_short else 3 if query.dtype.itemsize == 2 else 2, num_warps=4 if is_short else 8,
     )  # fmt: skip
     return attend, divergence
 

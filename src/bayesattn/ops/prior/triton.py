@@ -13,10 +13,10 @@ from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
-# of the backward pass, which also holds its sums in registers
-GRAD_KEYS = 32
-# programs of the backward pass: four for each multiprocessor of a large GPU
-PROGRAMS = 512
+# keys of a block and programs of the backward pass, which also holds its sums in registers: two or four programs for each
+# multiprocessor of a large GPU
+GRAD_KEYS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
+PROGRAMS = {torch.bfloat16: 264, torch.float16: 512, torch.float32: 512}
 
 
 def log_prior(
@@ -51,12 +51,13 @@ def _backward_launch(
 ) -> tuple[Launch, tuple[int, int]]:
     """Return the launch of all gradients, and rows and columns of the sums it fills; `grad`: the strides of ln Ψ's."""
     b, h, n, d = key.shape
-    items = b * (h // networks) * blocks_of(n, GRAD_KEYS)
-    rows, columns = min(items, blocks_of(PROGRAMS, networks)), networks * (d * hidden + 2 * hidden + 1)
+    keys = GRAD_KEYS[key.dtype]
+    items = b * (h // networks) * blocks_of(n, keys)
+    rows, columns = min(items, blocks_of(PROGRAMS[key.dtype], networks)), networks * (d * hidden + 2 * hidden + 1)
     launch = prepared(
         kernels.prior_grad_kernel, (rows, networks), *key.strides[:3], *(valid or (0, 0)), grad[0], grad[1], grad[3],
         h, networks, n, d, hidden, items, columns,
-        **_shared(d, hidden), BN=GRAD_KEYS, BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
+        **_shared(d, hidden), BN=keys, BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
     )  # fmt: skip
     return launch, (rows, columns)
 
