@@ -14,7 +14,7 @@ from bayesattn.recipes.language import serve, shifts, spans
 from bayesattn.recipes.language.data import Example
 from bayesattn.recipes.language.evaluate import measure_run, predict_run
 from bayesattn.recipes.language.metrics import f1, pearson
-from bayesattn.recipes.language.predictor import Predictor, available_methods
+from bayesattn.recipes.language.predictor import MEAN_BATCH_SIZE, Predictor, available_methods
 from bayesattn.recipes.language.prepare import Split
 from bayesattn.recipes.language.shifts import character_noise, shifted_splits, word_noise
 from bayesattn.recipes.language.tasks import TASKS
@@ -52,6 +52,17 @@ def test_evaluate_writes_metrics_of_every_split(bayesian_run, capsys):
     # noise takes the deciding word away in about one text of five
     assert splits["words-1"]["metrics"]["accuracy"]["value"] < values["accuracy"]["value"]
     assert "characters-1" in capsys.readouterr().out
+
+
+def test_means_do_not_depend_on_the_size_of_batches(bayesian_run, monkeypatch):
+    run = load_run(bayesian_run)
+    rows = serve.encode(run.tokenizer, [("dull " * n,) for n in range(1, 8)], 24).rows
+    found = []
+    for size in (2, 7):
+        monkeypatch.setitem(MEAN_BATCH_SIZE, run.model.device.type, size)
+        found.append(predictor(run).draw(Split(rows), "mean", 2, 0))
+    # padding changes the order of summation, nothing else
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
 def test_predictions_do_not_depend_on_the_order_of_rows(bayesian_run):

@@ -90,6 +90,23 @@ def test_nothing_is_recorded_without_a_gpu(monkeypatch):
     train_tiny(AttentionConfig("soft"), records=True)
 
 
+def test_training_gives_the_memory_of_its_recordings_back(monkeypatch):
+    recorded = []
+    released = []
+
+    class Watched(FakeSteps):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            recorded.append(self)
+
+    monkeypatch.setattr(_loop, "RecordedSteps", Watched)
+    monkeypatch.setattr(_loop._Loop, "_can_record", lambda loop: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(len(recorded[0]._recordings)))
+    train_tiny(AttentionConfig("soft"), records=True)
+    assert recorded[0].captures > 0
+    assert released == [0]
+
+
 def train_tiny(attention, *, records, precision="fp32"):
     """Train a small classifier for some steps of two shapes; return its parameters."""
 

@@ -54,7 +54,12 @@ def train(
         checkpoints: Where to keep the state. If it holds one, training goes on from there, and the rest is what it would
             have been without the interruption: on a CPU bit for bit. Ctrl-C and SIGTERM save before they end the run.
     """
-    return _Loop(experiment, config, seed, on_progress, on_row, checkpoints).run()
+    loop = _Loop(experiment, config, seed, on_progress, on_row, checkpoints)
+    try:
+        return loop.run()
+    finally:
+        if loop.recorded is not None:
+            loop.recorded.close()
 
 
 class _Loop:

@@ -75,6 +75,11 @@ class RecordedSteps:
             parameter.grad = gradient
         return recording.outputs
 
+    def close(self) -> None:
+        """Forget the recordings: their memory serves nothing else, so a process that trains again would pile it up."""
+        self._recordings.clear()
+        torch.cuda.empty_cache()
+
     def _record(self, batch: dict[str, Any], factors: Tensor) -> Recording:
         held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
         held_factors = factors.clone()

@@ -28,6 +28,8 @@ from bayesattn.recipes.language.train import LanguageConfig
 from bayesattn.runs import Predictions, SplitPredictions
 
 BATCH_SIZE = 64
+# where nothing is drawn a GPU is asked about as many texts at once as it otherwise gets with their draws
+MEAN_BATCH_SIZE = {"cuda": 512, "cpu": BATCH_SIZE}
 # tokens per forward pass, draws included: bounds the memory of the activations
 TOKENS_PER_PASS = {"cuda": 2**18, "cpu": 2**13}
 # draws behind every candidate of `tune_noise`
@@ -112,7 +114,7 @@ class Predictor:
         try:
             for part in parts:
                 part.config = AttentionConfig("BAM-NOKL")
-            batches = [batch for _, batch in self._batches(validation, with_labels=True)]
+            batches = [batch for _, batch in self._batches(validation, method, with_labels=True)]
             longest = max(batch["input_ids"].numel() for batch in batches)
             with self._autocast():
                 tune_noise(
@@ -124,9 +126,11 @@ class Predictor:
             for part, config in zip(parts, before):
                 part.config = config
 
-    def _batches(self, split: Split, *, with_labels: bool = False) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    def _batches(
+        self, split: Split, method: str, *, with_labels: bool = False
+    ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         device = self.model.device
-        for indices in bucketed(split.rows, BATCH_SIZE):
+        for indices in bucketed(split.rows, MEAN_BATCH_SIZE[device.type] if method == "mean" else BATCH_SIZE):
             batch = self.collator([split.rows[i] for i in indices])
             wanted = ("input_ids", "token_type_ids", "attention_mask", *(("labels",) if with_labels else ()))
             yield indices, {name: batch[name].to(device) for name in wanted if name in batch}
@@ -148,7 +152,7 @@ class Predictor:
         """Return class probabilities, or scores, of every example in its order."""
         draws = 1 if method == "mean" else num_samples
         samples = torch.empty(draws, len(split.rows), len(self.class_names))
-        for number, (indices, batch) in enumerate(self._batches(split)):
+        for number, (indices, batch) in enumerate(self._batches(split, method)):
             outputs = self._outputs(batch, method, num_samples, seed + number)
             values = outputs if self.task.kind == "regression" else torch.softmax(outputs, dim=-1)
             samples[:, indices] = values.cpu()
@@ -157,7 +161,7 @@ class Predictor:
     def answers(self, split: Split, method: str, num_samples: int, seed: int) -> list[spans.Answer]:
         """Return the distribution over answers of every question."""
         pieces: list[list[tuple[squad.Window, spans.WindowScores]]] = [[] for _ in split.questions]
-        for number, (indices, batch) in enumerate(self._batches(split)):
+        for number, (indices, batch) in enumerate(self._batches(split, method)):
             start, end = self._outputs(batch, method, num_samples, seed + number).unbind(dim=2)
             windows = [split.windows[i] for i in indices]
             right = [squad.right_spans(split.questions[window.owner], window) for window in windows]
