@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections import Counter, defaultdict
 from html import escape
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +141,19 @@ def test_ask_knows_the_answer_that_evaluate_gave(run, picture):
     answer = ask(run, path, question.text, num_samples=200)
     # 3 draws against 200 of the same distribution; probabilities move by about 0.05 from draw to draw
     assert answer.probability == pytest.approx(float(expected[predictions.class_names.index(answer.text)]), abs=0.15)
+
+
+def test_ask_takes_the_name_of_an_image_of_the_data_set(run, picture, splits):
+    path, question = picture
+    by_name = ask(run, Path(question.image), question.text, num_samples=2)
+    by_file = ask(run, path, question.text, num_samples=2)
+    assert torch.equal(by_name.image, splits["test"].pictures.read(question.image))
+    assert (by_name.text, by_name.probability) == (by_file.text, by_file.probability)
+
+
+def test_overlay_of_an_unknown_format_leaves_no_file(run, picture, tmp_path):
+    assert call("ask", run, *picture[:1], "what?", "--out", tmp_path / "over.xyz", "--samples", 2) == 2
+    assert not list(tmp_path.glob("over*"))
 
 
 def test_ask_names_unknown_words(run, picture):

@@ -2,7 +2,9 @@
 
 import io
 import lzma
+import sys
 import tarfile
+import types
 from collections import Counter
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 
 from bayesattn import plots
+from bayesattn.cli import main
 from bayesattn.recipes._vision.extract import extract_folder, grid_features
 from bayesattn.recipes._vision.features import (
     H5Regions,
@@ -24,6 +27,7 @@ from bayesattn.recipes._vision.features import (
 from bayesattn.recipes._vision.ids import positions
 from bayesattn.recipes._vision.images import ImageSource, read_image
 from bayesattn.recipes._vision.shapes import COLORS, GRID, HUES, color_shares, make_shapes_world, pixel_features
+from bayesattn.runs import write_tensors
 from data import shared_data
 from helpers import STANDARD_ERRORS
 
@@ -217,6 +221,97 @@ def test_features_without_timm_say_what_to_install(tmp_path):
         assert not (tmp_path / "out.safetensors").exists()
     else:
         pytest.skip("timm is installed")
+
+
+class Cells(torch.nn.Module):
+    """Stands in for a backbone: means of cells of 32 x 32 pixels, three channels."""
+
+    def forward(self, pixels):
+        return torch.nn.functional.avg_pool2d(pixels, 32)
+
+
+@pytest.fixture
+def fake_timm(monkeypatch):
+    """A timm that makes `Cells` and keeps what it was asked for."""
+    asked = []
+    module = types.ModuleType("timm")
+    module.create_model = lambda name, **options: asked.append((name, options)) or Cells()
+    monkeypatch.setitem(sys.modules, "timm", module)
+    return asked
+
+
+def call_features(*arguments) -> int:
+    with pytest.raises(SystemExit) as exited:
+        main(["features", *map(str, arguments)])
+    return exited.value.code
+
+
+def test_features_command_writes_the_cells_of_every_picture_and_counts_broken_ones(tmp_path, fake_timm, capsys):
+    (tmp_path / "photos").mkdir()
+    bright = np.zeros((40, 60, 3), dtype=np.uint8)
+    bright[:20, :30] = 255
+    Image.fromarray(bright).save(tmp_path / "photos" / "b.png")
+    (tmp_path / "photos" / "a.jpg").write_bytes(jpeg())
+    (tmp_path / "photos" / "c.jpg").write_bytes(jpeg()[:50])
+    out, weights = tmp_path / "out.safetensors", tmp_path / "weights.safetensors"
+    weights.touch()
+    arguments = (tmp_path / "photos", "--out", out, "--size", "64x96", "--weights", weights)
+    assert call_features(*arguments) == 2
+    assert "c.jpg cannot be decoded" in capsys.readouterr().err
+    assert not out.exists()
+    assert call_features(*arguments, "--skip-broken") == 0
+    assert "features of 2 images, 1 left out" in " ".join(capsys.readouterr().out.split())
+    found = read_regions(out)
+    assert (found.names, found.grid, found.dim) == (["a.jpg", "b.png"], (2, 3), 3)
+    values, _ = found.gather(torch.tensor([1]))
+    # the upper left quarter is bright: all of the first cell, half of the second, nothing of the lower row
+    shares = (values[0].mean(dim=1) - values[0, 5].mean()) / (values[0, 0] - values[0, 5]).mean()
+    # half precision, and an antialiased border a few pixels wide
+    assert torch.allclose(shares, torch.tensor([1.0, 0.5, 0.0, 0.0, 0.0, 0.0]), atol=0.05)
+    name, options = fake_timm[-1]
+    assert name == "resnet50"
+    assert options["pretrained_cfg_overlay"] == {"file": str(weights)}
+
+
+def test_projected_features_have_the_grid_and_components_of_the_file_that_names_them(tmp_path, fake_timm):
+    (tmp_path / "a.jpg").write_bytes(jpeg())
+    mean, basis = np.array([0.5, -1.0, 2.0]), np.array([[0.6, 0.8, 0.0], [0.0, 0.0, 1.0]])
+    meta = tmp_path / "resnet50_3x5_pca2_meta.npz"
+    np.savez(meta, mean=mean, components=basis)
+    extract_folder(tmp_path, tmp_path / "out.safetensors", project=meta)
+    found = read_regions(tmp_path / "out.safetensors")
+    assert found.grid == (3, 5)
+    plain, _ = grid_features(Cells(), read_image(tmp_path / "a.jpg"), (96, 160))
+    expected = (plain - torch.tensor(mean).float()) @ torch.tensor(basis).float().T
+    # stored in half precision: 11 bits
+    assert torch.allclose(found.gather(torch.tensor([0]))[0][0], expected, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match=r"grid of \(2, 2\); .* is of \(3, 5\)"):
+        extract_folder(tmp_path, tmp_path / "other.safetensors", project=meta, size=(64, 64))
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+@pytest.mark.parametrize("size", ["224", "axb", "0x5", "-3x4"])
+def test_impossible_sizes_of_pictures_are_one_line(size, tmp_path, fake_timm, capsys):
+    (tmp_path / "a.jpg").write_bytes(jpeg())
+    assert call_features(tmp_path, "--out", tmp_path / "f.safetensors", f"--size={size}") == 2
+    error = capsys.readouterr().err
+    assert "size is" in error
+    assert error.count("\n") == 1
+
+
+def test_timm_backbone_with_weights_from_a_file_gives_its_last_feature_map(tmp_path):
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    torch.manual_seed(3)
+    model = timm.create_model("resnet18", pretrained=False, num_classes=0, global_pool="").eval()
+    weights = tmp_path / "weights.safetensors"
+    write_tensors(weights, model.state_dict())
+    (tmp_path / "a.jpg").write_bytes(jpeg(61, 47))
+    extract_folder(tmp_path, tmp_path / "out.safetensors", backbone="resnet18", weights=weights, size=(64, 96))
+    found = read_regions(tmp_path / "out.safetensors")
+    expected, grid = grid_features(model, read_image(tmp_path / "a.jpg"), (64, 96))
+    assert (found.grid, found.dim, grid) == ((2, 3), 512, (2, 3))
+    # half precision, and on a GPU other convolutions
+    assert torch.allclose(found.gather(torch.tensor([0]))[0][0], expected, rtol=1e-2, atol=1e-2)
 
 
 def test_cells_of_a_feature_map_are_read_row_by_row():

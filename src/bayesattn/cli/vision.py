@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def ask(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of recipe vqa.")],
-    image: Annotated[Path, typer.Argument(help="A picture file.")],
+    image: Annotated[Path, typer.Argument(help="A picture file, or the name of an image of the data set.")],
     question: Annotated[str, typer.Argument(help="A question about it.")],
     out: Annotated[Path | None, typer.Option(help="The overlay to write; default: IMAGE-attention.png here.")] = None,
     features: Annotated[Path | None, typer.Option(help="A file of `bayesattn features` with the image in it.")] = None,
@@ -56,16 +56,33 @@ def features(
     project: Annotated[
         Path | None, typer.Option(help="A …_meta.npz with the principal components of the features a run was trained on.")
     ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="HEIGHTxWIDTH that pictures are squashed to; default: what --project was made for, or 224x224."),
+    ] = None,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out pictures that cannot be read.")] = False,
 ) -> None:
     """Compute grid features of your own pictures with a pretrained backbone."""
     from bayesattn.recipes._vision.extract import extract_folder
 
     count, skipped = extract_folder(
-        folder, out, backbone=backbone, weights=weights, project=project, skip_broken=skip_broken
+        folder,
+        out,
+        backbone=backbone,
+        weights=weights,
+        project=project,
+        size=None if size is None else _read_size(size),
+        skip_broken=skip_broken,
     )
     for name, reason in skipped.items():
         console.print(escape(f"left out {name}: {reason}"), highlight=False, soft_wrap=True)
     console.print(
         f"features of {count} images, {len(skipped)} left out: {escape(str(out))}", highlight=False, soft_wrap=True
     )
+
+
+def _read_size(text: str) -> tuple[int, int]:
+    height, _, width = text.partition("x")
+    if not (height.isdigit() and width.isdigit()):
+        raise ValueError(f"size is {text!r}; allowed: HEIGHTxWIDTH in pixels, as in 224x288")
+    return int(height), int(width)

@@ -9,10 +9,12 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from bayesattn.recipes._arrays import check_numbers, read_npz
-from bayesattn.recipes._vision.features import write_regions
+from bayesattn.recipes._vision.features import grid_in_name, write_regions
 from bayesattn.recipes._vision.images import ImageSource
 
-SIDE = 224
+# height and width to which pictures are squashed, and pixels that a cell of the last feature map of a ResNet stands for
+SIZE = (224, 224)
+STRIDE = 32
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -23,6 +25,7 @@ def extract_folder(
     backbone: str = "resnet50",
     weights: Path | None = None,
     project: Path | None = None,
+    size: tuple[int, int] | None = None,
     skip_broken: bool = False,
 ) -> tuple[int, dict[str, str]]:
     """Write the features of all pictures of a folder; returns how many, and those left out with the reason.
@@ -34,18 +37,28 @@ def extract_folder(
         weights: A safetensors file with its weights; None takes what timm finds.
         project: `…_meta.npz` of quantised features: the result is projected to their components, so that runs trained on
             them can be asked about these pictures.
+        size: Height and width to which every picture is squashed; None takes 32 pixels a cell of the grid that `project`
+            names (`…_7x9_…`), and 224 × 224 without one.
         skip_broken: Leave out pictures that cannot be read instead of raising.
     """
+    grid_wanted = None if project is None else grid_in_name(project.name)
+    if size is None:
+        size = SIZE if grid_wanted is None else (STRIDE * grid_wanted[0], STRIDE * grid_wanted[1])
+    if min(size) < 1:
+        raise ValueError(f"size is {size}; allowed: height and width of at least 1")
     images = ImageSource(folder)
     skipped = images.unreadable(images.names) if skip_broken else {}
     names = [name for name in images.names if name not in skipped]
     if not names:
         raise ValueError(f"none of the {len(images)} images of {folder} can be read")
     components = None if project is None else _read_components(project)
-    model = load_backbone(backbone, weights)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_backbone(backbone, weights).to(device)
     values, grid = [], None
     for name in names:
-        cells, grid = grid_features(model, images.read(name))
+        cells, grid = grid_features(model, images.read(name), size)
+        if grid_wanted not in (None, grid):
+            raise ValueError(f"size is {size}, which gives {backbone} a grid of {grid}; {project} is of {grid_wanted}")
         if components is not None:
             mean, basis = components
             if basis.shape[1] != cells.shape[1]:
@@ -85,13 +98,14 @@ def load_backbone(name: str, weights: Path | None) -> torch.nn.Module:
 
 @torch.no_grad()
 def grid_features(
-    model: torch.nn.Module, image: UInt8[Tensor, "height width 3"]
+    model: torch.nn.Module, image: UInt8[Tensor, "height width 3"], size: tuple[int, int] = SIZE
 ) -> tuple[Float[Tensor, "r d"], tuple[int, int]]:
-    """Return the cells of the last feature map of a picture squashed to 224 × 224, row by row, and their grid."""
+    """Return the cells of the last feature map of a picture squashed to this size, row by row, and their grid."""
+    device = next((parameter.device for parameter in model.parameters()), image.device)
     pixels = image.permute(2, 0, 1)[None].float() / 255.0
-    pixels = torch.nn.functional.interpolate(pixels, (SIDE, SIDE), mode="bilinear", antialias=True)
+    pixels = torch.nn.functional.interpolate(pixels, size, mode="bilinear", antialias=True)
     pixels = (pixels - torch.tensor(_MEAN)[:, None, None]) / torch.tensor(_DEVIATION)[:, None, None]
-    found = model(pixels)
+    found = model(pixels.to(device)).cpu()
     if found.ndim != 4:
         raise ValueError(
             f"the backbone gives shape {tuple(found.shape)}; allowed: a feature map (1, channels, rows, columns)"

@@ -131,13 +131,14 @@ def load_grid_features(stem: Path) -> StoredRegions:
         raise ValueError(f"{values_path} has shape {stored.shape} of {stored.dtype}; allowed: {expected}")
     # stored component by component, which compresses better; used image by image
     values = torch.from_numpy(np.ascontiguousarray(stored.transpose(1, 2, 0)))
-    return StoredRegions(names, values, step=torch.from_numpy(step), grid=_grid_in_name(stem.name, values.shape[1]))
+    return StoredRegions(names, values, step=torch.from_numpy(step), grid=grid_in_name(stem.name, values.shape[1]))
 
 
-def _grid_in_name(name: str, num_regions: int) -> tuple[int, int] | None:
+def grid_in_name(name: str, num_regions: int | None = None) -> tuple[int, int] | None:
+    """Return the grid that a file of features names, `resnet50_7x9_pca512`: rows and columns, of so many regions."""
     for part in name.split("_"):
         rows, times, columns = part.partition("x")
-        if times and rows.isdigit() and columns.isdigit() and int(rows) * int(columns) == num_regions:
+        if times and rows.isdigit() and columns.isdigit() and num_regions in (None, int(rows) * int(columns)):
             return int(rows), int(columns)
     return None
 

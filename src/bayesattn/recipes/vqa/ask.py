@@ -1,5 +1,6 @@
 """One question about one picture: answer, probability, p-value, and where the model looked."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from bayesattn.recipes._vision.features import Regions, read_regions
 from bayesattn.recipes._vision.images import read_image
 from bayesattn.recipes._vision.shapes import GRID, pixel_features
 from bayesattn.recipes.vqa.attend import attention_maps
-from bayesattn.recipes.vqa.data import FOLDERS
+from bayesattn.recipes.vqa.data import FOLDERS, find_pictures, load_splits
 from bayesattn.recipes.vqa.evaluate import available_methods
 from bayesattn.recipes.vqa.model import MCAN
 from bayesattn.recipes.vqa.train import VQAConfig, load_run
+from bayesattn.runs import write_bytes
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Answer:
     def draw(self, path: Path, title: str) -> None:
         """Write the picture with the attention over it."""
         figure = plot_overlay(self.image, self.maps, grid=self.grid, boxes=self.boxes, title=title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format=path.suffix.lstrip(".") or "png")
+        content = io.BytesIO()
+        figure.savefig(content, format=path.suffix.lstrip(".") or "png")
+        write_bytes(path, content.getvalue())
 
 
 def ask(
@@ -67,7 +70,7 @@ def ask(
 
     Args:
         run: The run folder.
-        image: The picture file.
+        image: The picture file, or the name of an image of the run's data set.
         question: In the words of the training questions.
         features: A file of `bayesattn features` that holds the picture's features; for runs on files only.
         data: The folder of the data sets, where the picture is one of the run's own.
@@ -77,7 +80,7 @@ def ask(
     config, model = load_run(run)
     if not question.strip():
         raise ValueError("question is empty; allowed: at least one word")
-    picture = read_image(image)
+    picture = _picture(config, image, data)
     subject = _regions(config, image, picture, features, data)
     channels = subject[0].shape[-1]
     if channels != model.region_proj.in_features:
@@ -153,6 +156,20 @@ def _regions(config: VQAConfig, image: Path, picture: Tensor, features: Path | N
     regions, name = _find(config, image, features, data)
     values, mask = regions.gather(torch.tensor([regions.names.index(name)]))
     return values, mask, regions.grid, regions.boxes(regions.names.index(name))
+
+
+def _picture(config: VQAConfig, image: Path, data: Path | None) -> UInt8[Tensor, "height width 3"]:
+    """Return the picture of a file, or where there is none the one of this name in the run's data set."""
+    pictures = None
+    if not image.exists() and image == Path(image.name):
+        if config.data.dataset == "shapes":
+            pictures = load_splits(config.data, None)["test"].pictures
+        elif data is not None:
+            pictures = find_pictures(config.data.dataset, data / config.data.dataset)
+    for name in (image.name, image.stem):
+        if pictures is not None and name in pictures:
+            return pictures.read(name)
+    return read_image(image)
 
 
 def _find(config: VQAConfig, image: Path, features: Path | None, data: Path | None) -> tuple[Regions, str]:

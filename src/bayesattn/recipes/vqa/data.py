@@ -95,6 +95,9 @@ class Pictures:
     found: ImageSource | dict[str, UInt8[Tensor, "height width 3"]]
     suffix: str = ""
 
+    def __contains__(self, name: str) -> bool:
+        return name + self.suffix in self.found
+
     def read(self, name: str, max_side: int | None = None) -> UInt8[Tensor, "height width 3"]:
         """Return one image, files made smaller so that no side exceeds `max_side`."""
         if isinstance(self.found, ImageSource):
