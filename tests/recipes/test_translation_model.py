@@ -30,7 +30,8 @@ def build(variant="soft", *, dropout=0.0, num_layers=2, **options):
 
 
 def losses(model, sources=SOURCES, targets=TARGETS):
-    batch = make_batch(sources, targets)
+    device = next(model.parameters()).device
+    batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in make_batch(sources, targets).items()}
     return with_score_function(model, lambda: model(**batch), batch["target_out"] != PAD)
 
 
@@ -141,6 +142,89 @@ def test_padded_steps_have_no_kl():
         found.append(kl.per_call()[0][1])
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] < found[1][1]
+
+
+def step_attention(variant, **options):
+    """A planned loop of three steps over two sentences: attention, keys, mask, scores and the bias of a draw."""
+    torch.manual_seed(4)
+    attention = build_step_attention(AttentionChoice(variant, **options), 7, 6, 5).double()
+    key, query = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 3, 7, dtype=torch.float64)
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    return attention, key, mask, attention.scores(query, attention.key_proj(key)), attention.plan_bias(mask, 3).double()
+
+
+@pytest.mark.parametrize("variant", ["BAM-LC", "BAM-WF", "BAM-WC"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_kl_at_the_draws_of_all_steps_is_the_sum_of_one_estimate_a_step(variant, reduction):
+    attention, key, mask, scores, bias = step_attention(variant, sampled_kl=True, kl_reduction=reduction)
+    config = attention.weights.config
+    steps = torch.tensor([[True] * 3, [True, True, False]])
+    with record_kl():
+        found = attention.steps_kl(scores, key, mask=mask, steps=steps, bias=bias)
+        prior = attention.weights.log_prior(key, mask.unsqueeze(1))
+    expected = torch.zeros(2, dtype=torch.float64)
+    for t in range(3):
+        noise = bias[:, None, t : t + 1].masked_fill(~mask[:, None, None], 0.0)
+        standard = torch.exp(config.weibull_k * noise) if config.family == "weibull" else noise / config.sigma_q
+        one = attention.weights.kl_at(scores[:, None, t : t + 1], standard, prior, mask[:, None, None])
+        expected += torch.where(steps[:, t], one, 0.0)
+    assert torch.allclose(found, expected, rtol=1e-10)
+    gradients = torch.autograd.grad(found.sum(), [p for p in attention.parameters() if p.requires_grad], allow_unused=True)
+    assert_finite(*(g for g in gradients if g is not None))
+
+
+def test_gaussian_kl_of_all_steps_is_the_sum_of_one_record_a_step():
+    attention, key, mask, scores, bias = step_attention("gaussian-context")
+    contexts = attention.planned_weights(scores, bias) @ key
+    with record_kl() as kl:
+        for t in range(3):
+            attention.context_noise(contexts[:, t : t + 1], key, mask)
+    with record_kl():
+        found = attention.steps_kl(scores, key, mask=mask, steps=torch.ones(2, 3, dtype=torch.bool), bias=bias)
+        short = attention.steps_kl(scores, key, mask=mask, steps=torch.tensor([[True] * 3, [True, False, False]]), bias=bias)
+    each = torch.stack([value for _, value in kl.per_call()])
+    assert torch.allclose(found, each.sum(dim=0), rtol=1e-10)
+    # steps beyond the end of a sentence say nothing
+    assert torch.allclose(short, torch.stack([each[:, 0].sum(), each[0, 1]]), rtol=1e-10)
+
+
+def test_planned_context_is_the_draw_of_the_module(monkeypatch):
+    attention, key, mask, scores, bias = step_attention("gaussian-context")
+    context, noise = attention.planned_weights(scores, bias) @ key, attention.plan_context(key, 3)
+    monkeypatch.setattr("bayesattn.noise.normal", lambda *args, **options: noise.unsqueeze(1).double())
+    assert torch.allclose(attention.context_noise.shift(context, noise), attention.context_noise(context, key, mask))
+    attention.eval()
+    assert attention.plan_context(key, 3) is None
+
+
+def test_planned_choices_are_credited_as_they_were_made():
+    attention, key, mask, scores, bias = step_attention("hard-reinforce", entropy_bonus=0.1)
+    weights, chosen = attention.weights, attention.planned_weights(scores, bias)
+    assert chosen.sum(dim=-1).eq(1.0).all()
+    assert not chosen[1, :, 2:].any()
+    weights.choices = []
+    attention.record_steps(scores, scores, key, mask=mask, steps=torch.ones(2, 3, dtype=torch.bool), bias=bias)
+    (choice,) = weights.choices
+    log_p = torch.log_softmax(scores.masked_fill(~mask.unsqueeze(1), -math.inf), dim=-1)
+    assert torch.allclose(choice.log_prob, log_p.gather(-1, chosen.argmax(dim=-1, keepdim=True)).squeeze(-1))
+    assert torch.allclose(choice.entropy, torch.special.entr(log_p.exp()).sum(dim=-1))
+
+
+def test_planned_choices_follow_the_softmax():
+    attention, _, mask, scores, _ = step_attention("hard-reinforce")
+    count = 4000
+    bias = torch.cat([attention.plan_bias(mask, 3).unsqueeze(0) for _ in range(count)]).double()
+    share = torch.stack([attention.planned_weights(scores, one) for one in bias]).mean(dim=0)
+    p = torch.softmax(scores.masked_fill(~mask.unsqueeze(1), -math.inf), dim=-1)
+    # shares of `count` draws; five standard errors for 24 comparisons
+    assert ((share - p).abs() <= 5.0 * torch.sqrt(p * (1.0 - p) / count)).all()
+
+
+@pytest.mark.parametrize("variant", ["gaussian-context", "hard-reinforce"])
+def test_what_is_known_of_draws_alone_needs_their_bias(variant):
+    attention, key, mask, scores, _ = step_attention(variant)
+    with record_kl(), pytest.raises(ValueError, match=f"bias is None; allowed for {variant}: what `plan_bias` returned"):
+        attention.record_steps(scores, scores, key, mask=mask, steps=torch.ones(2, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("variant", ["soft", "BAM-WC", "variational-enum", "variational-exact", "variational-dirichlet"])
@@ -263,9 +347,9 @@ def test_recorded_graphs_need_a_gpu_and_planned_noise():
     decoder = build("soft").decoder
     memory = decoder.remember(torch.randn(1, 3, 8), torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="decoder_mode is 'cuda-graph' on cpu; allowed there: 'eager', 'compile'"):
-        GraphedUnroll(decoder)(torch.randn(1, 2, 28), *memory, torch.zeros(1, 1, 3), None)
-    with pytest.raises(ValueError, match="'compile' with hard-reinforce attention, which draws inside the loop"):
-        Translator(AttentionChoice("hard-reinforce"), 17, **SIZES, decoder_mode="compile")
+        GraphedUnroll(decoder)(torch.randn(1, 2, 28), *memory, torch.zeros(1, 1, 3), None, None)
+    with pytest.raises(ValueError, match="'compile' with hard-gumbel attention, which draws inside the loop"):
+        Translator(AttentionChoice("hard-gumbel"), 17, **SIZES, decoder_mode="compile")
 
 
 def test_noise_of_examples_is_not_recorded():
@@ -275,12 +359,12 @@ def test_noise_of_examples_is_not_recorded():
     for run in (decoder.unroll, GraphedUnroll(decoder)):
         torch.manual_seed(3)
         with keyed_noise(torch.tensor([7, 8])):
-            found.append(run(gates, *memory, None, None).contexts)
+            found.append(run(gates, *memory, None, None, None).contexts)
     # a recording would need a GPU, and repeat the noise of its first examples
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("variant", ["BAM-WC", "hard-reinforce"])
+@pytest.mark.parametrize("variant", ["BAM-WC", "hard-reinforce", "gaussian-weights"])
 def test_auto_runs_plain_steps_where_nothing_can_be_recorded(variant):
     plain = build(variant)
     auto = Translator(AttentionChoice(variant, inference_dim=3), 17, **SIZES, dropout=0.0, decoder_mode="auto")
@@ -333,25 +417,29 @@ def test_every_replay_draws_anew(variant):
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
+PLANNED = ("soft", "BAM-WC", "BAM-LC", "BAM-WC sampled", "gaussian-context", "mc-dropout")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LC", "mc-dropout"])
+# rounded scores may choose another key, so hard attention is compared in float32 alone
+@pytest.mark.parametrize(
+    ("variant", "low"), [*((name, low) for name in PLANNED for low in (False, True)), ("hard-reinforce", False)]
+)
 def test_recorded_decoder_is_the_plain_one(variant, low):
     found = []
     for mode in ("eager", "cuda-graph"):
         torch.manual_seed(2)
         # a recording draws other masks, so there are none
-        attention = AttentionChoice(variant, attention_dropout=0.0)
+        name, *sampled = variant.split()
+        attention = AttentionChoice(name, attention_dropout=0.0, sampled_kl=bool(sampled))
         model = Translator(attention, 17, **SIZES, dropout=0.0, decoder_mode=mode).cuda()
         changes, rows = torch.Generator("cuda").manual_seed(7), []
         # the third call replays what the first recorded, after a recording of another shape in the same memory
         for call, count in enumerate((3, 2, 3, 2)):
-            batch = make_batch(SOURCES[:count], TARGETS[:count])
-            batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             torch.manual_seed(5 + call)
             model.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, enabled=low), record_kl() as kl:
-                nll = model(**batch)
+                nll = losses(model, SOURCES[:count], TARGETS[:count])
             total = nll.sum() + (kl.total() if len(kl) else 0.0)
             total.backward()
             rows.append((number(total), [parameter.grad.clone() for parameter in model.parameters()]))

@@ -52,6 +52,20 @@ class GaussianContext(RivalModule):
         drawn, entries = self.draw(context, rows, lambda: _mean_value(value, mask).unsqueeze(1))
         return self._record(drawn, None if entries is None else entries.flatten(1).sum(dim=1))
 
+    def shift(self, context: Float[Tensor, "b m d"], noise: Float[Tensor, "b #m d"]) -> Float[Tensor, "b m d"]:
+        """Return the draw of the context that noise ε ~ N(0, 1) gives."""
+        return (upcast(context) + torch.exp(self._log_sigma(context)) * noise).to(context.dtype)
+
+    def kl(
+        self, context: Float[Tensor, "b m d"], value: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b m"]:
+        """Return the KL of every context from its soft value."""
+        prior = upcast(_mean_value(value, mask)).unsqueeze(1) if self.config.context_prior == "keys" else 0.0
+        return kl_gaussian(upcast(context), self._log_sigma(context), prior).sum(dim=-1)
+
+    def _log_sigma(self, context: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
+        return upcast(self.log_sigma(torch.tanh(self.hidden(context.to(self.hidden.weight.dtype)))))
+
     def draw(
         self, context: Float[Tensor, "*s d"], rows: Rows, mean_value: Callable[[], Float[Tensor, "..."]]
     ) -> tuple[Float[Tensor, "*s d"], Float[Tensor, "*s d"] | None]:
@@ -67,8 +81,7 @@ class GaussianContext(RivalModule):
                 f"the context has {context.shape[-1]} features; allowed for this {self.config.variant}: "
                 f"{self.hidden.in_features}, which it was built for"
             )
-        needs_kl, mean = self.needs_kl, upcast(context)
-        log_sigma = upcast(self.log_sigma(torch.tanh(self.hidden(context.to(self.hidden.weight.dtype)))))
+        needs_kl, mean, log_sigma = self.needs_kl, upcast(context), self._log_sigma(context)
         drawn = mean + torch.exp(log_sigma) * rows.normal(mean) if self.is_sampling else mean
         kl = None
         if needs_kl:

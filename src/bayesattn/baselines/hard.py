@@ -1,12 +1,12 @@
 """Hard attention: one key is chosen (Xu et al., 2015), with the gradient of REINFORCE or of a relaxation."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn.baselines._base import RivalWeights
 from bayesattn.baselines.config import AttentionChoice
-from bayesattn.baselines.rows import Rows
+from bayesattn.baselines.rows import DenseRows, Rows
 from bayesattn.baselines.score_function import Choice, ChoosingWeights
 
 
@@ -28,6 +28,13 @@ class HardWeights(ChoosingWeights):
         chosen = rows.largest(log_p.detach() - rows.exponential(log_p).log())
         self._choose(lambda: _choice(log_p, chosen, rows))
         return chosen, None
+
+    def note(
+        self, scores: Float[Tensor, "*bh m n"], chosen: Float[Tensor, "*bh m n"], mask: Bool[Tensor, "..."] | None
+    ) -> None:
+        """Note choices that were made elsewhere: one-hot weights of these scores."""
+        rows = DenseRows.of(scores, mask)
+        self._choose(lambda: _choice(rows.log_probs(scores), chosen, rows))
 
 
 def _choice(log_p: Float[Tensor, "..."], chosen: Float[Tensor, "..."], rows: Rows) -> Choice:

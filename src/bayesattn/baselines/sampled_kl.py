@@ -107,8 +107,25 @@ class SampledKLWeights(BayesianWeights):
         b, h, m, n = full.shape
         draw = noise.exponential if self.config.family == "weibull" else noise.normal
         standard = draw(None, (b, h, m, n), device=full.device, dtype=full.dtype)
-        phi = full - masked_logsumexp(full, mask).unsqueeze(-1) if self.config.score_form == "log_softmax" else full
         log_noise = torch.log(standard) / self.config.weibull_k
         log_noise = log_noise if self.config.family == "weibull" else self.config.sigma_q * standard
         weights = masked_softmax(full + log_noise, mask)
-        return weights.to(scores.dtype).reshape(shape), sampled_kl(phi, standard, prior, mask, self.config)
+        return weights.to(scores.dtype).reshape(shape), self.kl_at(full, standard, prior, mask)
+
+    def standard_noise(self, log_noise: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+        """Return E or ε from what it added to the scores, ln E / k or σ_q ε (`noise.log_noise`)."""
+        if self.config.family == "weibull":
+            return torch.exp(self.config.weibull_k * log_noise)
+        return log_noise / self.config.sigma_q
+
+    def kl_at(
+        self,
+        scores: Float[Tensor, "b h m n"],
+        standard: Float[Tensor, "b h m n"],
+        prior: Float[Tensor, "#b #h 1 n"] | None,
+        mask: Bool[Tensor, "#b #h #m n"] | None,
+    ) -> Float[Tensor, " b"]:
+        """Return `sampled_kl` of scores, which become Φ as the config says."""
+        if self.config.score_form == "log_softmax":
+            scores = scores - masked_logsumexp(scores, mask).unsqueeze(-1)
+        return sampled_kl(scores, standard, prior, mask, self.config)

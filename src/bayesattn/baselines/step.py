@@ -12,9 +12,10 @@ from bayesattn.baselines.config import AttentionChoice
 from bayesattn.baselines.dropout import DropoutWeights
 from bayesattn.baselines.gaussian import GaussianContext, GaussianWeights
 from bayesattn.baselines.hard import GumbelWeights, HardWeights
+from bayesattn.baselines.rows import DenseRows
 from bayesattn.baselines.sampled_kl import SampledKLWeights
 from bayesattn.config import AttentionConfig
-from bayesattn.nn import AdditiveAttention, BayesianWeights
+from bayesattn.nn import AdditiveAttention, BayesianModule, BayesianWeights
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import masked_softmax
 from bayesattn.ops.precision import upcast, without_autocast
@@ -95,21 +96,56 @@ class StepAttention(AdditiveAttention):
 
     @property
     def is_plannable(self) -> bool:
-        """Whether all steps' randomness can be drawn before the first: soft and Bayesian attention with its closed KL."""
+        """Whether softmax(Φ + bias) are the weights of a step, its noise drawn before: soft and closed-form Bayesian."""
         return type(self.weights) is BayesianWeights and self.context_noise is None
 
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether the noise of all steps can be drawn before the first, and KLs and choices noted after the last.
+
+        Then `plan_bias` and `plan_context` are all the randomness of a loop over steps, `planned_weights` and
+        `GaussianContext.shift` all it asks of the attention, and `record_steps` all there is to do after it.
+        """
+        return isinstance(self.weights, BayesianWeights | HardWeights)
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the next call's KL reaches anyone."""
+        return self._drawn.needs_kl
+
+    @property
+    def _drawn(self) -> BayesianModule:
+        return self.weights if self.context_noise is None else self.context_noise
+
     def plan_bias(self, mask: Bool[Tensor, "b n"], num_steps: int) -> Float[Tensor, "b t n"]:
-        """Return what makes softmax(Φ_t + bias_t) the weights of step t: the noise of all steps, drawn at once.
+        """Return what is added to the scores Φ_t of step t: the noise of all steps' weights, drawn at once.
 
         Missing keys get −inf; where nothing is drawn one step stands for all (t = 1). A loop over decoding steps that adds
         this costs the same for soft and for Bayesian attention.
         """
-        config, (b, n) = self.weights.config, mask.shape
+        weights, (b, n) = self.weights, mask.shape
         closed = torch.zeros((b, 1, n), device=mask.device).masked_fill(~mask.unsqueeze(1), -math.inf)
-        if not self.weights.is_sampling:
+        if not weights.is_sampling:
             return closed
-        seed = keyed.next_seeds(b, mask.device)
-        return closed + noise.log_noise(seed, (b, 1, num_steps, n), config, device=mask.device).squeeze(1)
+        seed, shape = keyed.next_seeds(b, mask.device), (b, 1, num_steps, n)
+        if isinstance(weights, HardWeights):
+            # Gumbel noise: its largest sum with the scores is a draw of the key
+            return closed - noise.exponential(seed, shape, device=mask.device).log().squeeze(1)
+        return closed + noise.log_noise(seed, shape, weights.config, device=mask.device).squeeze(1)
+
+    def plan_context(self, value: Float[Tensor, "b n d"], num_steps: int) -> Float[Tensor, "b t d"] | None:
+        """Return the noise of all steps' contexts for `GaussianContext.shift`; None where contexts are not drawn."""
+        if self.context_noise is None or not self.context_noise.is_sampling:
+            return None
+        b, _, d = value.shape
+        return noise.normal(keyed.next_seeds(b, value.device), (b, 1, num_steps, d), device=value.device).squeeze(1)
+
+    def planned_weights(self, scores: Float[Tensor, "b t n"], bias: Float[Tensor, "b #t n"]) -> Float[Tensor, "b t n"]:
+        """Return the weights of steps from their scores and `plan_bias`, in float32 or better."""
+        total = upcast(scores) + bias
+        if isinstance(self.weights, HardWeights) and self.weights.is_sampling:
+            return DenseRows.of(total, bias > -math.inf).largest(total)
+        return torch.softmax(total, dim=-1)
 
     def steps_kl(
         self,
@@ -119,25 +155,39 @@ class StepAttention(AdditiveAttention):
         mask: Bool[Tensor, "b n"],
         steps: Bool[Tensor, "b t"],
         prior: Float[Tensor, "b 1 1 n"] | None = None,
+        bias: Float[Tensor, "b #t n"] | None = None,
     ) -> Float[Tensor, " b"] | None:
         """Return the KL of all steps at once: the same sum as one call a step, without padded steps; None if not needed.
 
-        The KL needs the scores alone, never the draws, so it can wait until the loop is over.
+        The closed form needs the scores alone, never the draws, so it can wait until the loop is over; a KL at the draws
+        finds them in the bias.
 
         Args:
             scores: Φ of all steps.
-            key: Read by the contextual prior.
+            key: Read by the contextual prior; the values, where the context is drawn.
             mask: True for keys that exist.
             steps: True for steps that count.
             prior: ln Ψ of the keys, where `prepare` has computed it; None computes it from `key`.
+            bias: Of `plan_bias`; only the closed form does without.
         """
         weights = self.weights
-        if not weights.needs_kl:
+        if not self.needs_kl:
             return None
+        if bias is None and not self.is_plannable:
+            raise ValueError(f"bias is None; allowed for {self._drawn.config.variant}: what `plan_bias` returned")
+        if self.context_noise is not None:
+            assert bias is not None
+            means = self.planned_weights(scores, bias).to(key.dtype) @ key
+            return (self.context_noise.kl(means, key, mask) * steps).sum(dim=1)
         with without_autocast(scores.device.type):
-            full = upcast(scores).unsqueeze(1)
+            full, rows = upcast(scores).unsqueeze(1), _rows(mask, steps)
             prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
-            kl = kl_from_scores(full, prior, _rows(mask, steps), weights.config)
+            if isinstance(weights, SampledKLWeights) and weights.is_sampling:
+                assert bias is not None
+                standard = weights.standard_noise(bias.unsqueeze(1).masked_fill(~mask[:, None, None], 0.0))
+                kl = weights.kl_at(full, standard.expand(full.shape), prior, rows)
+            else:
+                kl = kl_from_scores(full, prior, rows, weights.config)
             # a mean over rows, or over the entries of rows of equal length, as a sum over steps
             return kl if weights.config.kl_reduction == "sum" else kl * steps.sum(dim=1)
 
@@ -150,9 +200,10 @@ class StepAttention(AdditiveAttention):
         mask: Bool[Tensor, "b n"],
         steps: Bool[Tensor, "b t"],
         prior: Float[Tensor, "b 1 1 n"] | None = None,
+        bias: Float[Tensor, "b #t n"] | None = None,
         kl: Float[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Record the KL of all steps at once, observe their entropy, and return `output`.
+        """Record the KL of all steps at once, note their choices, observe their entropy, and return `output`.
 
         Args:
             output: Any result of the steps; use the returned tensor in its place.
@@ -161,14 +212,19 @@ class StepAttention(AdditiveAttention):
             mask: True for keys that exist.
             steps: True for steps that count.
             prior: As for `steps_kl`.
+            bias: As for `steps_kl`; hard attention needs it too.
             kl: Of `steps_kl`, where the loop has computed it already; None computes it.
         """
         if is_observing_entropy():
             rows = _rows(mask, steps)
             note_entropy(masked_softmax(upcast(scores.detach()).unsqueeze(1), rows), rows)
         if kl is None:
-            kl = self.steps_kl(scores, key, mask=mask, steps=steps, prior=prior)
-        return self.weights._record(output, kl)
+            kl = self.steps_kl(scores, key, mask=mask, steps=steps, prior=prior, bias=bias)
+        if isinstance(self.weights, HardWeights) and self.weights.is_sampling:
+            if bias is None:
+                raise ValueError("bias is None; allowed for hard-reinforce: what `plan_bias` returned")
+            self.weights.note(upcast(scores), self.planned_weights(scores, bias), mask.unsqueeze(1))
+        return self._drawn._record(output, kl)
 
 
 def _rows(mask: Bool[Tensor, "b n"], steps: Bool[Tensor, "b t"]) -> Bool[Tensor, "b 1 t n"]:

@@ -86,8 +86,8 @@ class Decoder(nn.Module):
 
     def remember(self, values: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"]) -> Memory:
         """Return the memory of encoded sources."""
-        # planned attention computes its KL, and so the prior, once after the loop
-        prior = None if self.attention.is_plannable else self.attention.weights.log_prior(values, mask.unsqueeze(1))
+        # attention that draws ahead computes its KL, and so the prior, once after the loop
+        prior = None if self.attention.draws_ahead else self.attention.weights.log_prior(values, mask.unsqueeze(1))
         return Memory(values, self.attention.key_proj(values), mask, prior)
 
     def start(self, memory: Memory, num_hypotheses: int = 1) -> State:
@@ -105,6 +105,7 @@ class Decoder(nn.Module):
         state: State,
         memory: Memory,
         bias: Float[Tensor, "b #k n"] | None,
+        noise: Float[Tensor, "b #k d"] | None,
         drop: Float[Tensor, "#layers b k h"] | None,
     ) -> tuple[State, Float[Tensor, "b k n"]]:
         """Make one step.
@@ -114,6 +115,7 @@ class Decoder(nn.Module):
             state: From `start` or the step before.
             memory: The source.
             bias: Of `plan_bias` for this step; None asks the attention module, which draws for itself.
+            noise: Of `plan_context` for this step.
             drop: Dropout masks between the layers.
 
         Returns:
@@ -129,13 +131,22 @@ class Decoder(nn.Module):
             below = h if drop is None or layer + 1 == self.num_layers else h * drop[layer]
         scores = self.attention.scores(hidden[-1], memory.keys)
         if bias is not None:
-            weights = torch.softmax(at_least_float32(scores) + bias, dim=-1)
+            weights = self.attention.planned_weights(scores, bias)
         else:
             weights = self.attention.weights(scores, mask=memory.mask.unsqueeze(1), prior=memory.prior)
         context = weights.to(memory.values.dtype) @ memory.values
-        if self.attention.context_noise is not None:
-            context = self.attention.context_noise(context, memory.values, memory.mask)
+        if noise is not None and self.attention.context_noise is not None:
+            context = self.attention.context_noise.shift(context, noise)
         return State(tuple(hidden), tuple(cell), context), scores
+
+    def plan_noise(
+        self, memory: Memory, num_steps: int
+    ) -> tuple[Float[Tensor, "b #t n"] | None, Float[Tensor, "b t d"] | None]:
+        """Return the noise of all steps' weights and contexts: `bias` and `noise` of `unroll`, None where there is none."""
+        attention = self.attention
+        if not attention.draws_ahead:
+            return None, None
+        return attention.plan_bias(memory.mask, num_steps), attention.plan_context(memory.values, num_steps)
 
     def plan_dropout(self, like: Float[Tensor, "b t g"]) -> Float[Tensor, "t layers b 1 h"] | None:
         """Return the dropout masks of all steps in one draw; None where dropout is off."""
@@ -152,6 +163,7 @@ class Decoder(nn.Module):
         mask: Bool[Tensor, "b n"],
         prior: Float[Tensor, "b 1 1 n"] | None,
         bias: Float[Tensor, "b #t n"] | None,
+        noise: Float[Tensor, "b t d"] | None,
         drop: Float[Tensor, "t layers b 1 h"] | None,
         steps: Bool[Tensor, "b t"] | None = None,
         step: Callable[..., tuple[State, Tensor]] | None = None,
@@ -164,7 +176,8 @@ class Decoder(nn.Module):
             keys: Projected.
             mask: True for keys that exist.
             prior: ln Ψ, for attention that draws for itself.
-            bias: Of `plan_bias`; None for attention that draws for itself.
+            bias: Of `plan_noise`; None for attention that draws for itself.
+            noise: Of `plan_noise`.
             drop: Of `plan_dropout`.
             steps: True for steps whose KL counts; None leaves the KL out.
             step: A compiled `self.step`.
@@ -174,14 +187,15 @@ class Decoder(nn.Module):
         states, contexts, scores = [], [], []
         for t, now in enumerate(input_gates.split(1, dim=1)):
             here = None if bias is None else bias[:, min(t, bias.shape[1] - 1)].unsqueeze(1)
-            state, found = (step or self.step)(now, state, memory, here, None if drop is None else drop[t])
+            shift = None if noise is None else noise[:, t].unsqueeze(1)
+            state, found = (step or self.step)(now, state, memory, here, shift, None if drop is None else drop[t])
             states.append(state.hidden[-1])
             contexts.append(state.context)
             scores.append(found)
         unrolled = Unrolled(*(torch.cat(parts, dim=1) for parts in (states, contexts, scores)))
-        if steps is None or not self.attention.is_plannable:
+        if steps is None or not self.attention.draws_ahead:
             return unrolled
-        return unrolled._replace(kl=self.attention.steps_kl(unrolled.scores, values, mask=mask, steps=steps))
+        return unrolled._replace(kl=self.attention.steps_kl(unrolled.scores, values, mask=mask, steps=steps, bias=bias))
 
 
 def lstm_cell(

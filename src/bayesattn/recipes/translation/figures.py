@@ -13,7 +13,6 @@ from bayesattn.plots import plot_attention
 from bayesattn.plots._style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.plots._style import title as set_title
 from bayesattn.recipes.translation.batches import make_batch
-from bayesattn.recipes.translation.decoder import at_least_float32
 from bayesattn.recipes.translation.measure import REJECTED
 from bayesattn.recipes.translation.model import Translator
 from bayesattn.recipes.translation.tables import Cells, finished_runs
@@ -57,11 +56,11 @@ def attention_samples(
             # the weights of a step are what its context was mixed with: ask the module once more, with the same noise
             seen: list[Tensor] = []
             hook = None
-            if attention.is_plannable:
-                bias = attention.plan_bias(memory.mask, len(target))
+            bias, noise = model.decoder.plan_noise(memory, len(target))
+            if bias is not None:
                 gates = model.decoder.input_gates(model.target_embedding(batch["target_in"].to(device)))
-                unrolled = model.decoder.unroll(gates, *memory, bias, model.decoder.plan_dropout(gates))
-                draws.append(torch.softmax(at_least_float32(unrolled.scores) + bias, dim=-1)[0])
+                unrolled = model.decoder.unroll(gates, *memory, bias, noise, model.decoder.plan_dropout(gates))
+                draws.append(attention.planned_weights(unrolled.scores, bias)[0])
             else:
                 hook = attention.weights.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
                 try:

@@ -7,7 +7,7 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
     decoder_mode: compile      torch.compile of the step, one compilation for all lengths; fuses the elementwise kernels
     decoder_mode: cuda-graph   records forward and backward of the whole loop once for every (batch, target, source) shape
                                and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
-                               needs an attention whose randomness is drawn beforehand (soft, BAM, variational) or by
+                               needs an attention whose randomness is drawn beforehand (all but three), or by
                                torch's generator alone, which goes on at every replay (hard-gumbel, mc-dropout)
     decoder_mode: auto         cuda-graph where device and attention allow it, else eager: one setting for all variants
 """
@@ -25,13 +25,13 @@ from bayesattn.recipes.translation.decoder import Decoder, Unrolled
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
 MODES = get_args(Mode)
-# these draw inside the loop, and what they leave behind is their weights; the others record a KL or a choice at every step
+# these draw inside the loop, and what they leave behind is their weights; Gaussian weights leave a KL at every step
 DRAWS_ALONE = ("hard-gumbel", "mc-dropout")
 
 
 def is_recordable(decoder: Decoder) -> bool:
     """Whether tensors are all that a step of the decoder takes and leaves, so that it can be replayed."""
-    return decoder.attention.is_plannable or decoder.attention.weights.config.variant in DRAWS_ALONE
+    return decoder.attention.draws_ahead or decoder.attention.weights.config.variant in DRAWS_ALONE
 
 
 def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
@@ -40,7 +40,7 @@ def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
         raise ValueError(f"decoder_mode is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
     if mode == "eager" or (mode == "auto" and not is_recordable(decoder)):
         return decoder.unroll
-    if not (is_recordable(decoder) if mode != "compile" else decoder.attention.is_plannable):
+    if not (is_recordable(decoder) if mode != "compile" else decoder.attention.draws_ahead):
         variant = decoder.attention.weights.config.variant
         raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
     if mode == "compile":
@@ -65,7 +65,7 @@ class _Loop(nn.Module):
         with torch.autocast("cuda", dtype, enabled=low, cache_enabled=True):
             # attention that can be recorded has no prior inside the loop
             given = dict(zip(self.names, inputs, strict=True))
-            found = self.decoder.unroll(**{"prior": None, "bias": None, "drop": None, **given})
+            found = self.decoder.unroll(**{"prior": None, "bias": None, "noise": None, "drop": None, **given})
         torch.clear_autocast_cache()
         return tuple(value for value in found if value is not None)
 
@@ -89,17 +89,18 @@ class GraphedUnroll:
         mask: Tensor,
         prior: None,
         bias: Tensor | None,
+        noise: Tensor | None,
         drop: Tensor | None,
         steps: Tensor | None = None,
     ) -> Unrolled:
         """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
-        if is_keyed() and not self.decoder.attention.is_plannable:
+        if is_keyed() and not self.decoder.attention.draws_ahead:
             # noise inside the loop would be that of the examples it was recorded with, at every replay
-            return self.decoder.unroll(gates, values, keys, mask, prior, bias, drop, steps)
+            return self.decoder.unroll(gates, values, keys, mask, prior, bias, noise, drop, steps)
         if gates.device.type != "cuda":
             raise ValueError(f"decoder_mode is 'cuda-graph' on {gates.device.type}; allowed there: 'eager', 'compile'")
-        named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "drop": drop}
+        named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "noise": noise}
         # a recording with the KL is another one than without
-        named |= {"steps": steps if self.decoder.attention.weights.needs_kl else None}
+        named |= {"drop": drop, "steps": steps if self.decoder.attention.needs_kl else None}
         inputs = {name: value for name, value in named.items() if value is not None}
         return Unrolled(*self.recordings(inputs))

@@ -89,10 +89,21 @@ class Translator(nn.Module):
         """Run the decoder over given targets; `steps` are those whose KL counts, None leaves it out."""
         embedded = self.dropout(self.target_embedding(target_in))
         gates = self.decoder.input_gates(embedded)
-        attention = self.decoder.attention
-        bias = attention.plan_bias(memory.mask, target_in.shape[1]) if attention.is_plannable else None
+        planned = self.decoder.plan_noise(memory, target_in.shape[1])
         run = self._unroll if self.training else self.decoder.unroll
-        return run(gates, *memory, bias, self.decoder.plan_dropout(gates), steps)
+        unrolled = run(gates, *memory, *planned, self.decoder.plan_dropout(gates), steps)
+        if steps is None or not self.decoder.attention.draws_ahead:
+            return unrolled
+        states = self.decoder.attention.record_steps(
+            unrolled.states,
+            unrolled.scores,
+            memory.values,
+            mask=memory.mask,
+            steps=steps,
+            bias=planned[0],
+            kl=unrolled.kl,
+        )
+        return unrolled._replace(states=states)
 
     def forward(
         self,
@@ -107,10 +118,6 @@ class Translator(nn.Module):
         unrolled = self.unroll(memory, target_in, steps)
         if self.latent is None:
             nll = token_nll(self.readout(unrolled.states, unrolled.contexts), target_out)
-            if self.decoder.attention.is_plannable:
-                nll = self.decoder.attention.record_steps(
-                    nll, unrolled.scores, memory.values, mask=memory.mask, steps=steps, kl=unrolled.kl
-                )
         else:
             inputs = ()
             if self.training:
@@ -161,12 +168,11 @@ class Translator(nn.Module):
     ) -> tuple[Float[Tensor, "b k v"], State]:
         """Return ln p of every next token after `tokens`, for k hypotheses of each sentence, and the new state."""
         gates = self.decoder.input_gates(self.dropout(self.target_embedding(tokens)))
-        attention = self.decoder.attention
-        bias = attention.plan_bias(memory.mask, tokens.shape[1]) if attention.is_plannable else None
+        planned = self.decoder.plan_noise(memory, tokens.shape[1])
         drop = self.decoder.plan_dropout(gates)
         # k hypotheses are k independent "steps" to the dropout masks: their axis changes its place
         state, scores = self.decoder.step(
-            gates, state, memory, bias, None if drop is None else drop.squeeze(3).permute(1, 2, 0, 3)
+            gates, state, memory, *planned, None if drop is None else drop.squeeze(3).permute(1, 2, 0, 3)
         )
         return self._predict(state.hidden[-1], state.context, scores, memory), state
 
