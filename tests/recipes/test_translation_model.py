@@ -245,7 +245,24 @@ def test_next_token_probabilities_are_those_of_the_training_loss(variant):
         assert torch.allclose(-chosen[valid], nll[valid, t, None].expand(-1, 2), atol=1e-5)
 
 
-def test_enum_scores_a_few_steps_at_a_time_without_changing_anything(monkeypatch):
+def test_every_key_is_scored_as_if_it_were_all_attention_saw():
+    model = build("variational-enum").double().eval()
+    batch = make_batch(SOURCES, TARGETS)
+    lengths = (batch["source_lengths"], batch["target_lengths"])
+    memory = model.encode(batch["source"], lengths[0])
+    unrolled = model.unroll(memory, batch["target_in"])
+    found = model._nll_of_each_key(unrolled, memory, batch["target_out"], *lengths)
+    for row, (source, target) in enumerate(zip(SOURCES, TARGETS)):
+        for j in range(len(source)):
+            context = memory.values[row, j].expand(len(target), -1)
+            log_probs = torch.log_softmax(model.readout(unrolled.states[row, : len(target)], context), dim=-1)
+            expected = -log_probs.gather(1, torch.tensor(target).unsqueeze(1)).squeeze(1)
+            assert torch.allclose(found[row, : len(target), j], expected, atol=1e-12)
+        assert not found[row, len(target) :].any()
+        assert not found[row, :, len(source) :].any()
+
+
+def test_enum_scores_a_few_pairs_at_a_time_without_changing_anything(monkeypatch):
     import bayesattn.recipes.translation.model as module
 
     gradients = []

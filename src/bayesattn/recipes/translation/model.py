@@ -128,31 +128,53 @@ class Translator(nn.Module):
                 *inputs,
                 mask=memory.mask,
                 steps=steps,
-                each_key=lambda: -self._nll_of_each_key(unrolled, memory, target_out),
+                each_key=lambda: -self._nll_of_each_key(unrolled, memory, target_out, source_lengths, target_lengths),
                 mixed=lambda weights: (
                     -token_nll(self.readout(unrolled.states, weights.to(memory.values.dtype) @ memory.values), target_out)
                 ),
             )
         return nll * steps
 
-    def _nll_of_each_key(self, unrolled: Unrolled, memory: Memory, targets: Int[Tensor, "b t"]) -> Float[Tensor, "b t n"]:
-        """Return −ln p(y_t | z = j) for all steps and keys; the logits of a few steps exist at a time."""
-        of_state, of_key = self.readout.from_state(unrolled.states), self.readout.from_context(memory.values)
-        (b, t), n = targets.shape, of_key.shape[1]
-        at_once = max(1, LARGEST_LOGITS // (b * n * self.readout.logits.out_features))
+    def _nll_of_each_key(
+        self,
+        unrolled: Unrolled,
+        memory: Memory,
+        targets: Int[Tensor, "b t"],
+        source_lengths: Sequence[int],
+        target_lengths: Sequence[int],
+    ) -> Float[Tensor, "b t n"]:
+        """Return −ln p(y_t | z = j) for all steps and keys, 0 at padding; the logits of a few pairs (t, j) exist at a time.
 
-        def part(of_state: Tensor, of_key: Tensor, targets: Tensor) -> Tensor:
-            logits = self.readout.finish(of_state.unsqueeze(2) + of_key.unsqueeze(1))
-            return token_nll(logits, targets.unsqueeze(2).expand(*targets.shape, n))
+        Padding is not scored: in a batch of padded pairs it would be two fifths of the work.
+        """
+        (b, t), n = targets.shape, memory.mask.shape[1]
+        # found on the host, which knows the lengths: nothing waits for the device
+        is_step, is_key = (
+            torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+            for width, lengths in ((t, target_lengths), (n, source_lengths))
+        )
+        pairs = (is_step.unsqueeze(2) & is_key.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        pairs = pairs.to(targets.device, non_blocking=True)
+        step, key = pairs // n, pairs // (t * n) * n + pairs % n
+        # float32 or better: the gradient of a step is the sum of those of all its keys
+        of_state, of_key = (
+            at_least_float32(part).flatten(0, 1)
+            for part in (self.readout.from_state(unrolled.states), self.readout.from_context(memory.values))
+        )
 
-        parts = []
-        for start in range(0, t, at_once):
-            here = slice(start, start + at_once)
-            arguments = (of_state[:, here], of_key, targets[:, here])
-            # recomputed in backward where one part would not be all: the logits would fill the memory
-            keeps = at_once >= t or not torch.is_grad_enabled()
-            parts.append(part(*arguments) if keeps else checkpoint(part, *arguments, use_reentrant=False))
-        return torch.cat(parts, dim=1)
+        def score(step: Tensor, key: Tensor) -> Tensor:
+            logits = self.readout.finish(of_state.index_select(0, step) + of_key.index_select(0, key))
+            return token_nll(logits, targets.flatten().index_select(0, step))
+
+        at_once = max(1, LARGEST_LOGITS // self.readout.logits.out_features)
+        # recomputed in backward where one part would not be all: the logits would fill the memory
+        keeps = at_once >= len(pairs) or not torch.is_grad_enabled()
+        parts = [
+            score(*part) if keeps else checkpoint(score, *part, use_reentrant=False)
+            for part in zip(step.split(at_once), key.split(at_once), strict=True)
+        ]
+        nll = torch.cat(parts)
+        return nll.new_zeros(b * t * n).index_copy(0, pairs, nll).view(b, t, n)
 
     def log_probs(
         self, memory: Memory, target_in: Int[Tensor, "b t"], num_parts: int = 1
