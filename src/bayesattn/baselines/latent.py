@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from bayesattn.baselines import categorical, dirichlet
 from bayesattn.baselines._base import RivalModule
@@ -21,9 +22,24 @@ def run_packed(lstm: nn.LSTM, inputs: Float[Tensor, "b n d"], lengths: Sequence[
         inputs: Padded sequences.
         lengths: Of each; on the host, so that nothing waits for the device.
     """
-    packed = pack_padded_sequence(inputs, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
-    outputs, _ = pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=inputs.shape[1])
-    return outputs
+    (b, n, _), sizes = inputs.shape, np.asarray(lengths)
+    if sizes.shape != (b,) or sizes.min(initial=1) < 1 or sizes.max(initial=1) > n:
+        raise ValueError(f"lengths is {list(lengths)}; allowed: {b} integers from 1 to {n}")
+    # step by step, of every step the sequences that are long enough, the longest first. Taken and put back by index: the
+    # helpers of torch.nn.utils.rnn copy slice by slice, hundreds of small kernels in both passes
+    longest_first = np.argsort(-sizes, kind="stable")
+    is_there = np.arange(sizes.max(initial=0))[:, None] < sizes[longest_first]
+    step, place = is_there.nonzero()
+    rows = to_device(longest_first[place] * n + step, inputs.device)
+    packed = PackedSequence(inputs.flatten(0, 1).index_select(0, rows), torch.from_numpy(is_there.sum(axis=1)))
+    outputs = lstm(packed)[0].data
+    return outputs.new_zeros(b * n, outputs.shape[1]).index_copy(0, rows, outputs).view(b, n, -1)
+
+
+def to_device(indices: np.ndarray, device: torch.device) -> Int[Tensor, " rows"]:
+    """Return indices that the host has computed as a tensor on the device; the host does not wait for the copy."""
+    found = torch.from_numpy(indices)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 class InferenceNetwork(nn.Module):

@@ -200,6 +200,24 @@ def test_packed_lstm_is_the_lstm_of_each_sequence_alone():
         assert not outputs[row, length:].any()
 
 
+def test_packed_lstm_gives_padding_no_gradient():
+    lstm = torch.nn.LSTM(5, 3, bidirectional=True, batch_first=True).double()
+    inputs = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
+    run_packed(lstm, inputs, [4, 7, 1]).square().sum().backward()
+    for row, length in enumerate([4, 7, 1]):
+        alone = inputs[row : row + 1, :length].detach().requires_grad_()
+        lstm(alone)[0].square().sum().backward()
+        assert torch.allclose(inputs.grad[row, :length], alone.grad[0], atol=1e-12)
+        assert not inputs.grad[row, length:].any()
+
+
+@pytest.mark.parametrize("lengths", [[4, 7], [4, 8, 1], [4, 7, 0]])
+def test_packed_lstm_refuses_lengths_that_are_none(lengths):
+    lstm = torch.nn.LSTM(5, 3, bidirectional=True, batch_first=True)
+    with pytest.raises(ValueError, match=r"lengths is \[4, .*; allowed: 3 integers from 1 to 7"):
+        run_packed(lstm, torch.zeros(3, 7, 5), lengths)
+
+
 def test_inference_network_is_required_where_there_is_a_posterior():
     with pytest.raises(ValueError, match="inference is NoneType; allowed for variational-enum: a network"):
         LatentAlignment(AttentionChoice("variational-enum"), None)

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bayesattn.baselines import AttentionChoice, InferenceNetwork, LatentAlignment, categorical, dirichlet
-from bayesattn.baselines.latent import run_packed
+from bayesattn.baselines.latent import run_packed, to_device
 from bayesattn.baselines.variational import marginal_log_probs
 from bayesattn.recipes.translation.decoder import Decoder, Memory, Readout, State, Unrolled, at_least_float32, token_nll
 from bayesattn.recipes.translation.graphs import Mode, unroller
@@ -149,12 +150,8 @@ class Translator(nn.Module):
         """
         (b, t), n = targets.shape, memory.mask.shape[1]
         # found on the host, which knows the lengths: nothing waits for the device
-        is_step, is_key = (
-            torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-            for width, lengths in ((t, target_lengths), (n, source_lengths))
-        )
-        pairs = (is_step.unsqueeze(2) & is_key.unsqueeze(1)).flatten().nonzero().squeeze(1)
-        pairs = pairs.to(targets.device, non_blocking=True)
+        is_step, is_key = np.arange(t) < np.c_[list(target_lengths)], np.arange(n) < np.c_[list(source_lengths)]
+        pairs = to_device(np.flatnonzero(is_step[:, :, None] & is_key[:, None, :]), targets.device)
         step, key = pairs // n, pairs // (t * n) * n + pairs % n
         # float32 or better: the gradient of a step is the sum of those of all its keys
         of_state, of_key = (
