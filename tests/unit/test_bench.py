@@ -37,7 +37,7 @@ def test_calls_that_are_compared_take_turns_in_alternating_order():
 
 
 def test_the_ratio_of_a_comparison_is_the_median_over_its_rounds(monkeypatch, capsys):
-    monkeypatch.setattr(harness, "measure_in_turn", lambda calls, rounds: [[1.0, 2.0, 10.0], [2.0, 3.0, 11.0]])
+    monkeypatch.setattr(harness, "measure_in_turn", lambda calls, rounds, clock: [[1.0, 2.0, 10.0], [2.0, 3.0, 11.0]])
     suite = harness.Suite("toy", "cpu")
     suite.compare("a", "forward", {"base": lambda: None, "other": lambda: None}, rounds=3)
     assert [row.ratio for row in suite.rows] == [1.0, 1.5]

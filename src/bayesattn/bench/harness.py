@@ -16,6 +16,9 @@ from pathlib import Path
 
 import torch
 
+# on a GPU a turn is this many calls, and there are at least so many rounds
+CALLS_A_TURN, GPU_ROUNDS = 4, 11
+
 
 @dataclass(frozen=True)
 class Row:
@@ -61,21 +64,45 @@ def _quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-def measure_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
-    """Return the CPU time in milliseconds of every call in every round, after a warm-up.
+def measure_in_turn(
+    calls: Sequence[Callable[[], object]], *, rounds: int, clock: Callable[[Callable[[], object]], float] | None = None
+) -> list[list[float]]:
+    """Return the time in milliseconds of every call in every round, after a warm-up.
 
-    For ratios near 1, which a drift of the machine between two measurements would drown. The calls take turns, in
-    alternating order, and what counts is this process's CPU time, which other programs do not lengthen by waiting.
+    For ratios near 1, which a drift of the machine between two measurements would drown: the calls take turns, in
+    alternating order.
+
+    Args:
+        calls: What is compared.
+        rounds: How often each has its turn.
+        clock: Milliseconds of a call. None counts this process's CPU time, which other programs do not lengthen.
     """
     times: list[list[float]] = [[] for _ in calls]
+    clock = clock or _processor_time
     for call in calls:
         call()
     for i in range(rounds):
         for j in range(len(calls))[:: 1 if i % 2 == 0 else -1]:
-            start = time.process_time()
-            calls[j]()
-            times[j].append((time.process_time() - start) * 1e3)
+            times[j].append(clock(calls[j]))
     return times
+
+
+def _processor_time(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return (time.process_time() - start) * 1e3
+
+
+def _gpu_time(call: Callable[[], object]) -> float:
+    """Return the milliseconds between the events around a few calls, so that the host can run ahead as in training."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(CALLS_A_TURN):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / CALLS_A_TURN
 
 
 def recorded(call: Callable[[], object]) -> Callable[[], None]:
@@ -130,12 +157,9 @@ class Suite:
         return self._keep(case, provider, mode, (median, low, high), memory, median / baseline)
 
     def compare(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, rounds: int) -> None:
-        """Measure calls that differ by little: in turn, the ratio the median over rounds; on a GPU one after another."""
-        if self.device == "cuda":
-            for provider, call in calls.items():
-                self.run(case, provider, mode, call)
-            return
-        times = torch.tensor(measure_in_turn(list(calls.values()), rounds=rounds))
+        """Measure calls that differ by little: in turn, the ratio the median over rounds."""
+        clock, rounds = (_gpu_time, max(rounds, GPU_ROUNDS)) if self.device == "cuda" else (None, rounds)
+        times = torch.tensor(measure_in_turn(list(calls.values()), rounds=rounds, clock=clock))
         ratios = (times / times[0]).median(dim=1).values.tolist()
         for provider, row, ratio in zip(calls, times.tolist(), ratios, strict=True):
             self._keep(case, provider, mode, _quantiles(row), peak_memory(calls[provider], device=self.device), ratio)
