@@ -11,9 +11,9 @@ from bayesattn.baselines import RIVALS, AttentionChoice, build_step_attention, w
 from bayesattn.keyed import keyed_noise
 from bayesattn.recipes.translation.batches import make_batch
 from bayesattn.recipes.translation.decoder import lstm_cell
+from bayesattn.recipes.translation.draws import decode, decode_draws, judge
 from bayesattn.recipes.translation.graphs import GraphedUnroll
 from bayesattn.recipes.translation.model import Translator
-from bayesattn.recipes.translation.translate import decode, decode_draws, judge
 from bayesattn.recipes.translation.vocabulary import END, PAD
 from helpers import assert_finite, number
 
@@ -324,7 +324,7 @@ def test_draws_are_judged_side_by_side_as_one_by_one(monkeypatch):
     model.dropout.p = 1e-12
     mean = judge(model, SOURCES, TARGETS, "mean", 1)
     for tokens in (1, 4, 1000):
-        monkeypatch.setattr("bayesattn.recipes.translation.translate.evaluation_tokens", lambda model, t=tokens: t)
+        monkeypatch.setattr("bayesattn.recipes.translation.draws.evaluation_tokens", lambda model, t=tokens: t)
         drawn = judge(model, SOURCES, TARGETS, "dropout", 5)
         # float32 sums of five fifths
         assert torch.allclose(drawn.probability, mean.probability, rtol=1e-5)

@@ -19,6 +19,7 @@ from bayesattn.recipes._loop import TrainingConfig, train
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes.translation import bleu, cost, figures, measure, reproduce
 from bayesattn.recipes.translation.data import load_splits
+from bayesattn.recipes.translation.draws import available_methods, disagreement
 from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.train import (
     CONFIGS,
@@ -28,7 +29,7 @@ from bayesattn.recipes.translation.train import (
     load_run,
     train_on,
 )
-from bayesattn.recipes.translation.translate import available_methods, disagreement, translate
+from bayesattn.recipes.translation.translate import translate
 from data import shared_data
 
 FOLDER = shared_data()

@@ -13,10 +13,11 @@ from bayesattn.plots import plot_attention
 from bayesattn.plots._style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.plots._style import title as set_title
 from bayesattn.recipes.translation.batches import make_batch
+from bayesattn.recipes.translation.draws import available_methods, drawing
 from bayesattn.recipes.translation.measure import REJECTED
 from bayesattn.recipes.translation.model import Translator
 from bayesattn.recipes.translation.tables import Cells, finished_runs
-from bayesattn.recipes.translation.translate import Translation, available_methods, drawing
+from bayesattn.recipes.translation.translate import Translation
 from bayesattn.recipes.translation.vocabulary import END, Vocabulary
 from bayesattn.runs import write_bytes
 

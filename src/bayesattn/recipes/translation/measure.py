@@ -12,15 +12,15 @@ from torch import Tensor
 from bayesattn.metrics.calibration import expected_calibration_error
 from bayesattn.recipes.translation import bleu
 from bayesattn.recipes.translation.batches import Corpus, encode_pairs, token_batches
-from bayesattn.recipes.translation.model import Translator, evaluation_tokens
-from bayesattn.recipes.translation.text import Pairs
-from bayesattn.recipes.translation.translate import (
+from bayesattn.recipes.translation.draws import (
     available_methods,
     decode,
     decode_draws,
     disagreement,
     judge,
 )
+from bayesattn.recipes.translation.model import Translator, evaluation_tokens
+from bayesattn.recipes.translation.text import Pairs
 from bayesattn.recipes.translation.vocabulary import END, Vocabulary
 
 # shares of the sentences that are withheld, the least certain first
