@@ -1,7 +1,7 @@
 """How the decoder's loop runs: as it is, compiled, or recorded as a CUDA graph for every shape of batch.
 
 The loop is some forty small kernels a step; on a GPU their launches cost more than their work. All modes compute the same
-(`tests/recipes/test_translation_model.py`), so the choice is one of speed:
+(`tests/recipes/test_translation_decoder.py`), so the choice is one of speed:
 
     decoder_mode: eager        anywhere, no preparation
     decoder_mode: compile      torch.compile of the step, one compilation for all lengths; fuses the elementwise kernels
