@@ -20,7 +20,7 @@ from bayesattn.report.gather import group_runs, read_runs
 from bayesattn.runs import RunError
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
-VARIANTS = ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC"]
+VARIANTS = ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC", "BAM-WC+dropout"]
 CONSOLE = Console(file=io.StringIO())
 
 
@@ -48,7 +48,7 @@ def test_rows_of_one_variant_share_their_runs(table):
 
 def test_table_shows_every_row_and_the_shifts(table):
     text = (table / "table.md").read_text()
-    assert all(f"| {row} |" in text for row in ("soft", "dropout", "post-hoc", "ensemble", "BAM-WC"))
+    assert all(f"| {row} |" in text for row in VARIANTS)
     assert "minus soft, paired" in text
     assert "| words-1 | BAM-WC |" in text
 
@@ -95,7 +95,14 @@ def test_calibration_is_drawn_for_every_row(table):
 
 def test_runs_of_a_table_can_be_reported(table):
     runs = read_runs([table / "runs" / name for name in ("own-soft-0", "own-BAM-WC-0")])
-    assert [group.method for group in group_runs(runs)] == ["mean", "dropout", "post-hoc", "mean", "attention"]
+    assert [group.method for group in group_runs(runs)] == [
+        "mean",
+        "dropout",
+        "post-hoc",
+        "mean",
+        "attention",
+        "attention+dropout",
+    ]
 
 
 def test_two_processes_give_what_one_gives(table, sentiment, tmp_path):

@@ -31,6 +31,7 @@ ROWS: dict[str, tuple[str, str | None]] = {
     "BAM-LC": ("BAM-LC", "attention"),
     "BAM-WF": ("BAM-WF", "attention"),
     "BAM-WC": ("BAM-WC", "attention"),
+    "BAM-WC+dropout": ("BAM-WC", "attention+dropout"),
 }
 # rows that a kind of task cannot have: tuning needs class labels, and members of an ensemble differ in their candidates
 _NOT_FOR = {"regression": ("post-hoc",), "spans": ("post-hoc", "ensemble")}
