@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 import torch
+import transformers as hf
 from language_files import call, sentiment_data, trained, write_glue, write_sentiment, write_squad
 
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes.language.features import Collator
+from bayesattn.recipes.language.model import tiny_tokenizer
 from bayesattn.recipes.language.train import LanguageExperiment, load_config, load_run, prepare_run, train_model, train_run
 from bayesattn.runs import RunError, read_run
 
@@ -303,3 +305,23 @@ def test_questions_train_and_their_loss_falls(tmp_path):
     ]
     rows = train_model(load_config("squad1", settings), tmp_path).log.rows
     assert rows[-1]["train_nll"] < 0.7 * rows[0]["train_nll"]
+
+
+@pytest.mark.parametrize("task", ["mrpc", "stsb", "squad2"])
+def test_papers_configs_run_from_a_folder_of_albert(task, tmp_path, capsys):
+    tokenizer = tiny_tokenizer(["a dog ran the box is dark blue"])
+    sizes = {"embedding_size": 7, "hidden_size": 22, "num_attention_heads": 2, "intermediate_size": 13}
+    encoder = hf.AlbertModel(hf.AlbertConfig(vocab_size=len(tokenizer), num_hidden_layers=3, **sizes))
+    encoder.save_pretrained(tmp_path / "albert")
+    tokenizer.save_pretrained(tmp_path / "albert")
+    write_squad(write_glue(tmp_path / "data"), "2.0", impossible=(1,))
+    settings = [f"encoder={tmp_path / 'albert'}", "training.steps=2", "training.warmup=1", "max_length=40"]
+    run = tmp_path / "run"
+    options = [f"--set={setting}" for setting in settings]
+    assert call("train", "language", "--config", f"albert-{task}", "--data", tmp_path / "data", "--out", run, *options) == 0
+    # ALBERT's layers share one prior network: 11 to 5 and 5 to 1, with biases
+    assert read_run(run)["added_parameters"] == 11 * 5 + 5 + 5 + 1
+    (tmp_path / "new.tsv").write_text("a dog ran\tthe box is blue\n")
+    capsys.readouterr()
+    assert call("predict", run, "--file", tmp_path / "new.tsv", "--samples", 3) == 0
+    assert {"label", "probability", "p_value", "trust"} <= json.loads(capsys.readouterr().out).keys()
