@@ -85,7 +85,9 @@ def plot_calibration(
         set_title(ax, panel)
         plain(ax)
     axes[0, 0].set_ylabel("accuracy")
-    legend(axes[0, 0], loc="best")
+    # the one legend names every model, whichever panel it is in
+    known = {line.get_label(): line for ax in axes[0] for line in ax.get_legend_handles_labels()[0]}
+    legend(axes[0, 0], handles=[known[label] for label in names(models, (), "panels", len(models))], loc="best")
     if title:
         figure.suptitle(title, fontsize=10, parse_math=False)
     return figure

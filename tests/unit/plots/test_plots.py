@@ -101,6 +101,14 @@ def test_calibration_gives_a_model_one_look_in_all_panels():
     np.testing.assert_allclose(second.lines[1].get_data(), np.stack([bins.confidence, bins.accuracy]))
 
 
+def test_legend_of_calibration_names_models_of_all_panels():
+    _, table = _table()
+    columns = (table.confidence, table.accuracy)
+    figure = plots.plot_calibration({"a": {"soft": columns}, "b": {"BAM-WC": columns, "soft": columns}}, num_bins=3)
+    texts = figure.axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in texts] == ["soft", "BAM-WC"]
+
+
 def test_risk_curve_ends_at_the_error_rate_and_names_its_area():
     _, table = _table()
     ax = plots.plot_risk_coverage({"cost $5 $x^2$": (table.confidence, table.accuracy)}).axes[0]
