@@ -42,7 +42,7 @@ def test_first_table_is_the_mean_and_interval_of_the_csv(variant):
         assert shown[task] == ("–" if found is None else show(over_runs(found), 100.0, 1))
 
 
-@pytest.mark.parametrize("task", ["MRPC", "CoLA", "RTE", "SST-2", "QNLI", "QQP", "WNLI"])
+@pytest.mark.parametrize("task", ["MRPC", "CoLA", "RTE", "SST-2", "MNLI", "QNLI", "QQP", "WNLI"])
 def test_tables_by_task_are_those_of_the_csv(task):
     values = read_values()
     sections = re.split(r"(?m)^## ", (RESULTS / "language-table.md").read_text())
@@ -60,10 +60,12 @@ def test_tables_by_task_are_those_of_the_csv(task):
             assert row["seeds"] == str(len(found))
 
 
-@pytest.mark.parametrize("variant", ["soft", "dropout", "BAM-WC"])
-def test_table_of_squad_is_that_of_the_csv(variant):
+@pytest.mark.parametrize("version", ["1.1", "2.0"])
+@pytest.mark.parametrize("variant", ["soft", "dropout", "BAM-WC", "BAM-WC+dropout"])
+def test_table_of_squad_is_that_of_the_csv(variant, version):
     values = read_values()
-    shown = rows_of((RESULTS / "language.md").read_text(), "| | seeds | EM |")[variant]
+    text = (RESULTS / "language.md").read_text()
+    shown = rows_of(text[text.index(f"## SQuAD {version}") :], "| | seeds | EM |")[variant]
     for heading, metric, scale, digits in (
         ("EM", "exact_match", 100.0, 1),
         ("F1", "f1", 100.0, 1),
@@ -71,10 +73,12 @@ def test_table_of_squad_is_that_of_the_csv(variant):
         ("ECE %", "answer_ece", 100.0, 1),
         ("AURC %", "answer_aurc", 100.0, 1),
     ):
-        assert shown[heading] == show(over_runs(values["squad1", variant, metric, variant != "soft"]), scale, digits)
+        assert shown[heading] == show(
+            over_runs(values[f"squad{version[0]}", variant, metric, variant != "soft"]), scale, digits
+        )
 
 
-@pytest.mark.parametrize("task", ["QNLI", "QQP", "WNLI"])
+@pytest.mark.parametrize("task", ["MNLI", "QNLI", "QQP", "WNLI"])
 def test_differences_of_one_seed_are_those_of_their_csv(task):
     shown = rows_of((RESULTS / "language.md").read_text(), "| seed 0 |")
     with (RESULTS / "language-one-seed.csv").open(newline="") as file:
