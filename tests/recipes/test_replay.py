@@ -137,7 +137,7 @@ def train_tiny(attention, *, records, precision="fp32"):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC"])
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recorded_training_is_the_plain_one(variant, precision):
     plain, recorded = (

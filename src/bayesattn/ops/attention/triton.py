@@ -65,7 +65,9 @@ def attention(
     if need_kl and not weibull:
         b, h, _, n = allowed.shape
         location = lognormal_location(log_prior, allowed, config)
-        mu = torch.as_tensor(location, dtype=torch.float32, device=query.device).expand(b, h, 1, n).contiguous()
+        # a number is filled in on the device: nothing is copied from the host, which a recording cannot do
+        mu = location if isinstance(location, Tensor) else query.new_full((1,), location, dtype=torch.float32)
+        mu = mu.float().expand(b, h, 1, n).contiguous()
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
     fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply
     output, _, lse, columns, first, second, _ = fused(
