@@ -270,6 +270,8 @@ def test_training_questions_without_a_known_answer_are_skipped_and_counted():
     assert experiment.num_skipped > 0
     assert experiment.num_examples + experiment.num_skipped == 160
     assert all(known & set(question.answers) for question in experiment.train_split.questions)
+    experiment.validation = None
+    assert experiment.validate(experiment.model) == {"skipped_questions": experiment.num_skipped}
 
 
 def test_answers_are_counted_once_a_question():

@@ -126,10 +126,11 @@ class VQAExperiment(Experiment):
 
         return with_score_function(model, run).sum()
 
-    def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return NLL and accuracy (min(n/3, 1)) of the posterior mean on the validation questions."""
+    def validate(self, model: nn.Module) -> dict[str, float | int]:
+        """Return NLL and accuracy (min(n/3, 1)) of the posterior mean on the validation questions, and what was skipped."""
+        skipped = {"skipped_questions": self.num_skipped}
         if self.validation is None:
-            return {}
+            return skipped
         device, count = next(model.parameters()).device, len(self.validation)
         nll = accuracy = 0.0
         for indices in torch.arange(count).split(256):
@@ -139,7 +140,7 @@ class VQAExperiment(Experiment):
             targets = soft_targets(questions, self.vocabulary, "paper")
             nll += float(F.binary_cross_entropy_with_logits(logits, targets, reduction="sum"))
             accuracy += float(targets.gather(1, logits.argmax(dim=1, keepdim=True)).sum())
-        return {"validation_nll": nll / count, "validation_accuracy": accuracy / count}
+        return {"validation_nll": nll / count, "validation_accuracy": accuracy / count, **skipped}
 
 
 def model_inputs(split: Split, indices: Int[Tensor, " b"], vocabulary: Vocabulary) -> dict[str, Tensor]:
