@@ -128,7 +128,7 @@ class VQAExperiment(Experiment):
 
     def validate(self, model: nn.Module) -> dict[str, float | int]:
         """Return NLL and accuracy (min(n/3, 1)) of the posterior mean on the validation questions, and what was skipped."""
-        skipped = {"skipped_questions": self.num_skipped}
+        skipped: dict[str, float | int] = {"skipped_questions": self.num_skipped}
         if self.validation is None:
             return skipped
         device, count = next(model.parameters()).device, len(self.validation)
