@@ -56,9 +56,10 @@ def test_tables_of_answers_are_those_of_the_runs(dataset):
     assert tables("vqa.md")[dataset] == lines(render(dataset, cells, vqa.NUM_SAMPLES))
 
 
-def test_the_page_has_the_means_of_the_noisy_validation_questions():
+@pytest.mark.parametrize("name", ["vqa-noisy-validation.csv", "vqa-sizes-validation.csv"])
+def test_the_page_has_the_means_of_the_noisy_validation_questions(name):
     settings: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for row in rows("vqa-noisy-validation.csv"):
+    for row in rows(name):
         settings.setdefault((row["config"], row["settings"]), []).append(row)
     page = (FOLDER / "vqa.md").read_text(encoding="utf-8")
     assert len(settings) == 8
