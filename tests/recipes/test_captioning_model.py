@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from bayesattn import record_kl
-from bayesattn.baselines import AttentionChoice, build_step_attention
+from bayesattn.baselines import AttentionChoice, build_step_attention, with_score_function
 from bayesattn.recipes.captioning.decoding import beam_search
 from bayesattn.recipes.captioning.model import Att2in
 from bayesattn.recipes.captioning.train import CaptioningConfig, build_model, teacher_forced
@@ -24,6 +24,11 @@ def vocabulary_of(size: int) -> Vocabulary:
 def small_model(variant: str = "soft", size: int = 13, **options) -> Att2in:
     attention = build_step_attention(AttentionChoice(variant=variant, **options), WIDTH, WIDTH, 3)
     return Att2in(attention, vocabulary_of(size), feature_dim=FEATURES, width=WIDTH, dropout=0.5)
+
+
+def squares(model: Att2in, *inputs, **options) -> torch.Tensor:
+    """Return a loss of every step, with the gradients of hard choices."""
+    return with_score_function(model, lambda: model(*inputs, **options).square().sum(dim=-1))
 
 
 def count(model: torch.nn.Module) -> int:
@@ -90,9 +95,11 @@ def test_captions_that_share_an_image_equal_captions_with_copies_of_it():
     assert results[0][2] == pytest.approx(results[1][2], rel=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "row_mean", "mean"])
-def test_kl_of_a_caption_does_not_depend_on_its_padding(reduction):
-    model = small_model("BAM-WC", kl_reduction=reduction).eval()
+@pytest.mark.parametrize(
+    ("variant", "reduction"), [*(("BAM-WC", name) for name in ("sum", "row_mean", "mean")), ("gaussian-context", "sum")]
+)
+def test_kl_of_a_caption_does_not_depend_on_its_padding(variant, reduction):
+    model = small_model(variant, kl_reduction=reduction).eval()
     regions, words, lengths = torch.randn(3, REGIONS, FEATURES), torch.randint(13, (3, 7)), torch.tensor([7, 2, 5])
     with record_kl() as together:
         model(regions, words, lengths=lengths)
@@ -139,8 +146,69 @@ def test_steps_planned_together_equal_single_steps(variant, is_training):
         torch.testing.assert_close(planned, single, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_planned_hard_attention_equals_single_steps_where_its_choice_is_sure(is_training):
+    """Outputs, choices and gradients, with scores so far apart that every draw takes the largest."""
+    model = small_model("hard-reinforce", entropy_bonus=0.3)
+    with torch.no_grad():
+        model.attention.score_proj.weight.mul_(1e4)
+    model.dropout.p = 0.0
+    model.train(is_training)
+    regions, words = torch.randn(3, REGIONS, FEATURES), torch.randint(0, 13, (3, 6))
+    goes_on = torch.tensor([6, 2, 4])[:, None] > torch.arange(6)
+    found = []
+    for unroll in (model._unroll, model._unroll_planned):
+        seen: list[tuple] = []
+
+        def run(unroll=unroll, seen=seen):
+            seen.append(unroll(model.read(words), model.look(regions), goes_on))
+            return seen[0][0].square().sum(dim=-1) * goes_on
+
+        model.attention.weights.average_cost.fill_(0.7)
+        model.attention.weights.num_averaged.fill_(1.0)
+        loss = with_score_function(model, run, goes_on)
+        gradients = torch.autograd.grad(loss.sum(), list(model.parameters()), allow_unused=True)
+        hidden, weights = (x[goes_on] for x in seen[0])
+        found.append([hidden, weights, loss, *(g for g in gradients if g is not None)])
+    assert found[0][1].max(dim=-1).values.min() > 0.999
+    for single, planned in zip(*found, strict=True):
+        # float32 sums in another order
+        torch.testing.assert_close(planned, single, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_planned_contexts_equal_single_steps(is_training):
+    """Outputs, KL and gradients; with next to no noise, since the draws are not the same ones."""
+    model = small_model("gaussian-context")
+    with torch.no_grad():
+        model.attention.context_noise.log_sigma.bias.fill_(-12.0)
+    model.dropout.p = 0.0
+    model.train(is_training)
+    regions, words, found = torch.randn(3, REGIONS, FEATURES), torch.randint(0, 13, (3, 6)), []
+    for unroll in (model._unroll, model._unroll_planned):
+        with record_kl() as kl:
+            hidden, weights = unroll(model.read(words), model.look(regions), None)
+        total = hidden.square().sum() + (kl.total() if is_training else 0.0)
+        gradients = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
+        found.append([hidden, weights, total, *(g for g in gradients if g is not None)])
+    for single, planned in zip(*found, strict=True):
+        # deviations of e⁻¹² in the contexts
+        torch.testing.assert_close(planned, single, rtol=1e-3, atol=1e-3)
+
+
+def test_noise_on_the_context_is_drawn_for_every_step():
+    model = small_model("gaussian-context").train()
+    model.dropout.p = 0.0
+    regions, words = torch.randn(1, REGIONS, FEATURES).expand(2, -1, -1), torch.randint(0, 13, (1, 6)).expand(2, -1)
+    noise = model.attention.plan_context(model.look(regions).keys, 6)
+    assert noise.shape == (2, 6, WIDTH)
+    assert len(noise.flatten(0, 1).unique(dim=0)) == 12
+    first, second = model(regions, words)
+    assert not torch.allclose(first, second)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC", "BAM-LC"])
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC", "BAM-LC", "hard-reinforce", "gaussian-context"])
 def test_recorded_loop_is_the_plain_one(variant):
     """Losses, KL and gradients of every parameter; the third call replays what the first recorded, after another shape."""
     found = []
@@ -152,10 +220,11 @@ def test_recorded_loop_is_the_plain_one(variant):
         for call, count in enumerate((3, 2, 3, 2)):
             torch.manual_seed(5 + call)
             regions, words = torch.randn(count, REGIONS, FEATURES).cuda(), torch.randint(0, 13, (count, 6)).cuda()
+            lengths = torch.tensor([6, 2, 4][:count]).cuda()
             model.zero_grad()
             with record_kl() as kl:
-                logits = model(regions, words, lengths=torch.tensor([6, 2, 4][:count]).cuda())
-            total = logits.square().sum() + (kl.total() if len(kl) else 0.0)
+                total = squares(model, regions, words, lengths=lengths).sum()
+            total = total + (kl.total() if len(kl) else 0.0)
             total.backward()
             gradients = [parameter.grad for parameter in model.parameters()]
             rows.append([total.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
@@ -177,7 +246,7 @@ def _stands_in_for_a_recording(module, samples, **options):
     return replay
 
 
-@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LF"])
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LF", "hard-reinforce", "gaussian-context"])
 def test_loop_given_to_a_recording_is_the_plain_one(variant, monkeypatch):
     """All but the recording itself, which needs a GPU: which tensors go in, and where their gradients go."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", _stands_in_for_a_recording)
@@ -189,11 +258,15 @@ def test_loop_given_to_a_recording_is_the_plain_one(variant, monkeypatch):
         for count in (3, 2, 3):
             torch.manual_seed(count)
             model.zero_grad()
+            for name, buffer in model.attention.named_buffers():
+                if "averag" in name:
+                    buffer.zero_()
+            regions, words = torch.randn(count, REGIONS, FEATURES), torch.randint(0, 13, (count, 6))
             with record_kl() as kl:
-                logits = model(torch.randn(count, REGIONS, FEATURES), torch.randint(0, 13, (count, 6)))
-            (logits.square().sum() + (kl.total() if len(kl) else 0.0)).backward()
+                loss = squares(model, regions, words)
+            (loss.sum() + (kl.total() if len(kl) else 0.0)).backward()
             gradients = [parameter.grad for parameter in model.parameters()]
-            rows.append([logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
+            rows.append([loss.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
         found.append(rows)
     assert len(model._recordings._recorded) == 2
     assert all(torch.equal(*pair) for rows in zip(*found, strict=True) for pair in zip(*rows, strict=True))

@@ -7,8 +7,8 @@
 
 The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
 is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
-attention allows it, the noise of all steps is drawn before the first and the KL computed after the last; the loop between
-them is recorded once and replayed in training on a GPU.
+attention allows it, the noise of all steps is drawn before the first, KL and choices are found after the last, and the loop
+between them is recorded once and replayed in training on a GPU.
 """
 
 import functools
@@ -72,8 +72,8 @@ class Att2in(nn.Module):
         width: Features of words, regions and states.
         dropout: On words, regions and states.
         decoder_mode: `auto` records the loop over words, forward and backward, as a CUDA graph for every shape of batch
-            where it trains on a GPU and the attention's randomness can be drawn beforehand (soft, BAM); `eager` never does.
-            Both compute the same.
+            where it trains on a GPU and the attention's randomness can be drawn beforehand (soft, BAM, hard with REINFORCE,
+            noise on the context); `eager` never does. Both compute the same.
     """
 
     vocabulary_bytes: Tensor
@@ -150,11 +150,15 @@ class Att2in(nn.Module):
         keys: Float[Tensor, "c n d"],
         projected: Float[Tensor, "c n a"],
         bias: Float[Tensor, "c 1 n"],
+        noise: Float[Tensor, "c 1 d"] | None,
     ) -> tuple[State, Float[Tensor, "c 1 n"], Float[Tensor, "c 1 n"]]:
-        """Read one word with the noise of `plan_bias`; return the new state, the scores Φ and the attention weights."""
+        """Read one word with the noise of `plan_bias` and `plan_context`; return new state, scores Φ and weights."""
         scores = self.attention.scores(state[0].unsqueeze(1), projected)
-        weights = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias, dim=-1)
-        return self._feel(read, state, weights.to(keys.dtype) @ keys), scores, weights
+        weights = self.attention.planned_weights(scores, bias)
+        context = weights.to(keys.dtype) @ keys
+        if noise is not None and self.attention.context_noise is not None:
+            context = self.attention.context_noise.shift(context, noise)
+        return self._feel(read, state, context), scores, weights
 
     def _feel(self, read: Float[Tensor, "c five_d"], state: State, context: Float[Tensor, "c 1 d"]) -> State:
         hidden, cell = state
@@ -187,7 +191,7 @@ class Att2in(nn.Module):
             image = image.select(image_rows)
         reads, num_steps = self.read(words), words.shape[1]
         goes_on = None if lengths is None else lengths[:, None] > torch.arange(num_steps, device=words.device)
-        unroll = self._unroll_planned if self.attention.is_plannable else self._unroll
+        unroll = self._unroll_planned if self.attention.draws_ahead else self._unroll
         hidden, weights = unroll(reads, image, goes_on)
         if positions is not None:
             hidden = hidden.flatten(0, 1).index_select(0, positions)
@@ -212,13 +216,16 @@ class Att2in(nn.Module):
     def _unroll_planned(
         self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
     ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
-        """Return the same with all noise drawn first and the KL recorded last, of steps up to a caption's end."""
+        """Return the same with all noise drawn first and KL and choices recorded last, of steps up to a caption's end."""
         bias = self.attention.plan_bias(image.mask, reads.shape[1])
         inputs = {"reads": reads, "keys": image.keys, "projected": image.prepared[0], "bias": bias}
+        noise = self.attention.plan_context(image.keys, reads.shape[1])
+        if noise is not None:
+            inputs["noise"] = noise
         hidden, scores, weights = self._recordings(inputs) if self._is_recorded(reads) else self.unroll(**inputs)
         steps = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
         hidden = self.attention.record_steps(
-            hidden, scores, image.keys, mask=image.mask, steps=steps, prior=image.prepared[1]
+            hidden, scores, image.keys, mask=image.mask, steps=steps, prior=image.prepared[1], bias=bias
         )
         return hidden, weights
 
@@ -239,6 +246,7 @@ class Att2in(nn.Module):
         keys: Float[Tensor, "c n d"],
         projected: Float[Tensor, "c n a"],
         bias: Float[Tensor, "c #t n"],
+        noise: Float[Tensor, "c t d"] | None = None,
     ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"], Float[Tensor, "c t n"]]:
         """Return the states, scores and weights of all steps, a pure function of tensors.
 
@@ -247,11 +255,13 @@ class Att2in(nn.Module):
             keys: Embedded regions of each caption's image.
             projected: The same, projected by the attention.
             bias: Noise of the attention at every step, from `plan_bias`.
+            noise: Of the context at every step, from `plan_context`.
         """
         state, states, scores, weights = self.start(keys), [], [], []
         biases = bias.expand(-1, reads.shape[1], -1).split(1, dim=1)
-        for read, noise in zip(reads.unbind(1), biases, strict=True):
-            state, found, seen = self.planned_step(read, state, keys, projected, noise)
+        noises = [None] * len(biases) if noise is None else noise.split(1, dim=1)
+        for read, add, shift in zip(reads.unbind(1), biases, noises, strict=True):
+            state, found, seen = self.planned_step(read, state, keys, projected, add, shift)
             states.append(state[0])
             scores.append(found)
             weights.append(seen)
