@@ -219,13 +219,15 @@ class Att2in(nn.Module):
         """Return the same with all noise drawn first and KL and choices recorded last, of steps up to a caption's end."""
         bias = self.attention.plan_bias(image.mask, reads.shape[1])
         inputs = {"reads": reads, "keys": image.keys, "projected": image.prepared[0], "bias": bias}
-        noise = self.attention.plan_context(image.keys, reads.shape[1])
-        if noise is not None:
-            inputs["noise"] = noise
-        hidden, scores, weights = self._recordings(inputs) if self._is_recorded(reads) else self.unroll(**inputs)
-        steps = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        steps = reads.new_ones(reads.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        optional = {"noise": self.attention.plan_context(image.keys, reads.shape[1])}
+        if self.attention.needs_kl:
+            optional |= {"mask": image.mask, "steps": steps, "prior": image.prepared[1]}
+        inputs |= {name: value for name, value in optional.items() if value is not None}
+        run = self._recordings if self._is_recorded(reads) else lambda inputs: self.unroll_with_kl(**inputs)
+        hidden, scores, weights, *kl = run(inputs)
         hidden = self.attention.record_steps(
-            hidden, scores, image.keys, mask=image.mask, steps=steps, prior=image.prepared[1], bias=bias
+            hidden, scores, image.keys, mask=image.mask, steps=steps, bias=bias, kl=kl[0] if kl else None
         )
         return hidden, weights
 
@@ -239,6 +241,35 @@ class Att2in(nn.Module):
             and not torch.compiler.is_compiling()
             and not torch.cuda.is_current_stream_capturing()
         )
+
+    def unroll_with_kl(
+        self,
+        reads: Float[Tensor, "c t five_d"],
+        keys: Float[Tensor, "c n d"],
+        projected: Float[Tensor, "c n a"],
+        bias: Float[Tensor, "c #t n"],
+        noise: Float[Tensor, "c t d"] | None = None,
+        mask: Bool[Tensor, "c n"] | None = None,
+        steps: Bool[Tensor, "c t"] | None = None,
+        prior: Float[Tensor, "c 1 1 n"] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return what `unroll` does, and where `mask` and `steps` are given the KL of each caption: all that is recorded.
+
+        Args:
+            reads: As for `unroll`.
+            keys: As for `unroll`.
+            projected: As for `unroll`.
+            bias: As for `unroll`.
+            noise: As for `unroll`.
+            mask: True for regions that exist.
+            steps: True for steps that count.
+            prior: ln Ψ of the regions, for contextual priors.
+        """
+        unrolled = self.unroll(reads, keys, projected, bias, noise)
+        if mask is None or steps is None:
+            return unrolled
+        kl = self.attention.steps_kl(unrolled[1], keys, mask=mask, steps=steps, prior=prior, bias=bias)
+        return unrolled if kl is None else (*unrolled, kl)
 
     def unroll(
         self,
@@ -275,7 +306,7 @@ class _Loop(nn.Module):
         super().__init__()
         # its parameters alone: the loop of a whole model would hold itself
         self.parts = nn.ModuleList([model.attention, model.hidden_proj, model.view_proj])
-        self.unroll, self.names = model.unroll, names
+        self.unroll, self.names = model.unroll_with_kl, names
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self.unroll(**dict(zip(self.names, inputs, strict=True)))
