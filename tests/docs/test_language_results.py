@@ -111,6 +111,25 @@ def test_table_of_the_third_search_is_that_of_its_csv():
             assert shown[name][f"k {k}"].strip("*") == expected
 
 
+def test_costs_of_a_step_are_those_of_the_benchmark():
+    text = (RESULTS / "language.md").read_text()
+    shown = [list(row.values())[1:] for row in rows_of(text, "| encoder | BAM-NOKL |").values()]
+    with (RESULTS.parents[1] / "benchmarks" / "results" / "h200" / "conversion.csv").open(newline="") as file:
+        ratios = {
+            (row["case"].split(" b")[0], row["mode"], row["provider"]): f"{float(row['ratio']):.2f}"
+            for row in csv.DictReader(file)
+        }
+    expected = [
+        [
+            ratios.get((case, mode, provider), "–")
+            for mode in ("train step", "train step, CUDA graph")
+            for provider in ("BAM-NOKL", "BAM-WC with KL")
+        ]
+        for case in ("albert-base", "albert-base padded", "e5-small", "e5-small padded")
+    ]
+    assert shown == expected
+
+
 @pytest.mark.parametrize("config", sorted({config for config, *_ in read_values()}))
 def test_config_says_what_was_measured_with_it(config):
     (line,) = (text for text in (CONFIGS / f"{config}.yaml").read_text().splitlines() if text.startswith("# Measured"))
