@@ -1,12 +1,15 @@
 """What watches over a run: numbers that stop being numbers, and attention or its posterior that collapses."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
+
+from bayesattn.recipes._standing import Standing
 
 # shares at which a warning is due: far outside what any recipe shows when it trains well
 KL_SHARE = 1e-3
@@ -46,6 +49,38 @@ def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]], forward: Calla
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         found.append(f"gradient of {bad[0]}{more}")
     return found
+
+
+def step_diverged(at: Standing, indices: Int[Tensor, " b"], reasons: Sequence[str], loss: str) -> Diverged:
+    """Return the error of a step that was not finite.
+
+    Args:
+        at: Where the run stands.
+        indices: The examples of the step.
+        reasons: What `diagnose` found.
+        loss: The loss, and what was saved, in words.
+    """
+    shown = f"{indices[:5].tolist()}"[:-1] + (", …]" if len(indices) > 5 else "]")
+    return Diverged(
+        f"not finite at step {at.step} (epoch {at.epoch}, batch {at.batch}, examples {shown}): "
+        f"{'; '.join(reasons) or 'the loss alone'}; {loss}. A smaller learning rate, clip_norm or "
+        "on_nonfinite: skip may help"
+    )
+
+
+def refuse_nonfinite(measured: Mapping[str, float], at: Standing) -> None:
+    """Raise where a validation measure is not finite.
+
+    Args:
+        measured: By name.
+        at: Where the run stands.
+    """
+    for name, value in measured.items():
+        if not math.isfinite(value):
+            raise Diverged(
+                f"{name} is {value} after step {at.step} (epoch {at.epoch}): the last steps have spoilt the parameters. "
+                "A smaller learning rate or clip_norm may help"
+            )
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from bayesattn.keyed import example_seeds, keyed_noise
 from bayesattn.objective import elbo
+from bayesattn.recipes import _guards as guards
 from bayesattn.recipes._checkpoints import Checkpoints
 from bayesattn.recipes._experiment import Experiment, TrainingConfig, num_steps
-from bayesattn.recipes._guards import Diverged, detect_collapse, diagnose, gradient_norm
 from bayesattn.recipes._interrupts import Interrupted, watch_signals
 from bayesattn.recipes._processes import Processes, process_seed, share
 from bayesattn.recipes._replay import RecordedSteps
@@ -212,7 +212,7 @@ class _Loop:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
             assert norm is not None
         else:
-            norm = gradient_norm(self.model)
+            norm = guards.gradient_norm(self.model)
         # a sum is finite only if all its terms are
         return math.isfinite(self.processes.sum(whole(norm).to(loss.device) + loss))
 
@@ -232,17 +232,12 @@ class _Loop:
             with self._noise(next(left), indices):
                 self._forward(self.experiment.model, batch, observe=False)
 
-        reasons = diagnose(self.experiment.model, batches, forward)
+        reasons = guards.diagnose(self.experiment.model, batches, forward)
         if self.checkpoints is not None and self.rank == 0:
             facts = {"step": self.at.step, "epoch": self.at.epoch, "batch": self.at.batch, "loss": str(loss)}
             path = self.checkpoints.write_failure({**facts, "not_finite": reasons, "examples": indices.tolist()})
             saved = f"{saved}, its examples are in {path.name}"
-        shown = f"{indices[:5].tolist()}"[:-1] + (", …]" if len(indices) > 5 else "]")
-        raise Diverged(
-            f"not finite at step {self.at.step} (epoch {self.at.epoch}, batch {self.at.batch}, examples {shown}): "
-            f"{'; '.join(reasons) or 'the loss alone'}; the loss is {loss}{saved}. A smaller learning rate, clip_norm or "
-            "on_nonfinite: skip may help"
-        )
+        raise guards.step_diverged(self.at, indices, reasons, f"the loss is {loss}{saved}")
 
     def _noise(self, part: Int[Tensor, " part"], indices: Int[Tensor, " b"]) -> AbstractContextManager[None]:
         if self.config.noise == "generator":
@@ -258,13 +253,8 @@ class _Loop:
         with torch.no_grad(), self._autocast():
             measured = self.experiment.validate(self.model)
         if not self.at.sums["labels"]:
-            raise Diverged(f"every step of epoch {self.at.epoch} was skipped: no loss and gradient in it was finite")
-        for name, value in measured.items():
-            if not math.isfinite(value):
-                raise Diverged(
-                    f"{name} is {value} after step {self.at.step} (epoch {self.at.epoch}): the last steps have spoilt the "
-                    "parameters. A smaller learning rate or clip_norm may help"
-                )
+            raise guards.Diverged(f"every step of epoch {self.at.epoch} was skipped: no loss and gradient in it was finite")
+        guards.refuse_nonfinite(measured, self.at)
         sums = {name: float(self.processes.sum(torch.as_tensor(self.at.sums[name]))) for name in SUMS}
         sums |= {name: self.at.sums[name] for name in ("labels", "examples")}
         row: dict[str, Any] = {
@@ -285,9 +275,9 @@ class _Loop:
         if row["is_best"] and self.config.keep != "last":
             state = self.experiment.model.state_dict()
             self.at.best = {name: value.detach().clone() for name, value in state.items()}
-        known = detect_collapse(self.at.rows)
+        known = guards.detect_collapse(self.at.rows)
         self.at.rows.append(row)
-        for name, text in detect_collapse(self.at.rows).items():
+        for name, text in guards.detect_collapse(self.at.rows).items():
             if name not in known and self.rank == 0:
                 warnings.warn(f"after epoch {self.at.epoch}: {text}", UserWarning, stacklevel=2)
         self.at.epoch += 1
