@@ -38,8 +38,8 @@ class RecordedSteps:
     """Runs training steps: a shape's first one as it is, which loads its kernels; its second is recorded, then replayed.
 
     All steps run on a stream of their own, also those that are not recorded: autograd accumulates a gradient on the stream
-    that first asked for it, and a recording cannot wait for the default one. The recordings share a memory pool, so
-    outputs have to be read, and gradients used, before the next step.
+    that first asked for it, and a recording cannot wait for the default one. The recordings share a memory pool and one set
+    of gradients, so outputs have to be read, and gradients used, before the next step.
 
     Args:
         run: Forward and backward pass; returns tensors without a graph.
@@ -49,6 +49,8 @@ class RecordedSteps:
     def __init__(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
         self.run, self.parameters = run, list(parameters)
         self._recordings: dict[tuple, Recording | None] = {}
+        # by parameter's place; each recording would otherwise keep its own, a model's size for every shape
+        self._gradients: dict[int, Tensor] = {}
         self._stream, self._pool = self._open()
 
     def on_stream(self) -> AbstractContextManager[None]:
@@ -78,13 +80,28 @@ class RecordedSteps:
     def close(self) -> None:
         """Forget the recordings: their memory serves nothing else, so a process that trains again would pile it up."""
         self._recordings.clear()
+        self._gradients.clear()
         torch.cuda.empty_cache()
 
     def _record(self, batch: dict[str, Any], factors: Tensor) -> Recording:
         held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
         held_factors = factors.clone()
-        replay, outputs = self._capture(lambda: self.run(held, held_factors))
-        return Recording(replay, held, held_factors, outputs, [parameter.grad for parameter in self.parameters])
+        if not self._gradients:
+            self._gradients = {i: torch.empty_like(p) for i, p in enumerate(self.parameters) if p.requires_grad}
+        given: list[int] = []
+
+        def call() -> Outputs:
+            outputs = self.run(held, held_factors)
+            found = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+            torch._foreach_copy_([self._gradients[i] for i in found], list(found.values()))
+            for i in found:
+                self.parameters[i].grad = None
+            given[:] = found
+            return outputs
+
+        replay, outputs = self._capture(call)
+        gradients = [self._gradients[i] if i in given else None for i in range(len(self.parameters))]
+        return Recording(replay, held, held_factors, outputs, gradients)
 
     def _open(self) -> tuple[Any, Any]:
         return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
