@@ -1,5 +1,6 @@
 """Recorded training steps: what every replay reads anew, whose gradients it leaves; on a GPU, that training is the same."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,9 @@ class FakeSteps(RecordedSteps):
     def _open(self):
         self.captures = 0
         return None, None
+
+    def on_stream(self):
+        return nullcontext()
 
     def _capture(self, call):
         self.captures += 1

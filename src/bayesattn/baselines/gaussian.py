@@ -60,11 +60,16 @@ class GaussianContext(RivalModule):
         self, context: Float[Tensor, "b m d"], value: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b m"]:
         """Return the KL of every context from its soft value."""
-        prior = upcast(_mean_value(value, mask)).unsqueeze(1) if self.config.context_prior == "keys" else 0.0
-        return kl_gaussian(upcast(context), self._log_sigma(context), prior).sum(dim=-1)
+        entries = self._kl(upcast(context), self._log_sigma(context), lambda: _mean_value(value, mask).unsqueeze(1))
+        return entries.sum(dim=-1)
 
     def _log_sigma(self, context: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
         return upcast(self.log_sigma(torch.tanh(self.hidden(context.to(self.hidden.weight.dtype)))))
+
+    def _kl(
+        self, mean: Float[Tensor, "*s d"], log_sigma: Float[Tensor, "*s d"], mean_value: Callable[[], Float[Tensor, "..."]]
+    ) -> Float[Tensor, "*s d"]:
+        return kl_gaussian(mean, log_sigma, upcast(mean_value()) if self.config.context_prior == "keys" else 0.0)
 
     def draw(
         self, context: Float[Tensor, "*s d"], rows: Rows, mean_value: Callable[[], Float[Tensor, "..."]]
@@ -81,12 +86,9 @@ class GaussianContext(RivalModule):
                 f"the context has {context.shape[-1]} features; allowed for this {self.config.variant}: "
                 f"{self.hidden.in_features}, which it was built for"
             )
-        needs_kl, mean, log_sigma = self.needs_kl, upcast(context), self._log_sigma(context)
+        mean, log_sigma = upcast(context), self._log_sigma(context)
         drawn = mean + torch.exp(log_sigma) * rows.normal(mean) if self.is_sampling else mean
-        kl = None
-        if needs_kl:
-            prior = upcast(mean_value()) if self.config.context_prior == "keys" else 0.0
-            kl = kl_gaussian(mean, log_sigma, prior)
+        kl = self._kl(mean, log_sigma, mean_value) if self.needs_kl else None
         if rows.has_entry is not None:
             # a row without keys stays 0, and says nothing
             drawn = drawn.masked_fill(~rows.has_entry, 0.0)

@@ -105,12 +105,9 @@ class SampledKLWeights(BayesianWeights):
             mask = (mask.unsqueeze(1) if len(shape) == 3 else mask).expand(full.shape)
             full = full.masked_fill(~mask, 0.0)
         b, h, m, n = full.shape
-        draw = noise.exponential if self.config.family == "weibull" else noise.normal
-        standard = draw(None, (b, h, m, n), device=full.device, dtype=full.dtype)
-        log_noise = torch.log(standard) / self.config.weibull_k
-        log_noise = log_noise if self.config.family == "weibull" else self.config.sigma_q * standard
+        log_noise = noise.log_noise(None, (b, h, m, n), self.config, device=full.device, dtype=full.dtype)
         weights = masked_softmax(full + log_noise, mask)
-        return weights.to(scores.dtype).reshape(shape), self.kl_at(full, standard, prior, mask)
+        return weights.to(scores.dtype).reshape(shape), self.kl_at(full, self.standard_noise(log_noise), prior, mask)
 
     def standard_noise(self, log_noise: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
         """Return E or ε from what it added to the scores, ln E / k or σ_q ε (`noise.log_noise`)."""

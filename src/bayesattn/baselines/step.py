@@ -173,18 +173,14 @@ class StepAttention(AdditiveAttention):
         weights = self.weights
         if not self.needs_kl:
             return None
-        if bias is None and not self.is_plannable:
-            raise ValueError(f"bias is None; allowed for {self._drawn.config.variant}: what `plan_bias` returned")
         if self.context_noise is not None:
-            assert bias is not None
-            means = self.planned_weights(scores, bias).to(key.dtype) @ key
+            means = self.planned_weights(scores, self._given(bias)).to(key.dtype) @ key
             return (self.context_noise.kl(means, key, mask) * steps).sum(dim=1)
         with without_autocast(scores.device.type):
             full, rows = upcast(scores).unsqueeze(1), _rows(mask, steps)
             prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
             if isinstance(weights, SampledKLWeights) and weights.is_sampling:
-                assert bias is not None
-                standard = weights.standard_noise(bias.unsqueeze(1).masked_fill(~mask[:, None, None], 0.0))
+                standard = weights.standard_noise(self._given(bias).unsqueeze(1).masked_fill(~mask[:, None, None], 0.0))
                 kl = weights.kl_at(full, standard.expand(full.shape), prior, rows)
             else:
                 kl = kl_from_scores(full, prior, rows, weights.config)
@@ -221,10 +217,13 @@ class StepAttention(AdditiveAttention):
         if kl is None:
             kl = self.steps_kl(scores, key, mask=mask, steps=steps, prior=prior, bias=bias)
         if isinstance(self.weights, HardWeights) and self.weights.is_sampling:
-            if bias is None:
-                raise ValueError("bias is None; allowed for hard-reinforce: what `plan_bias` returned")
-            self.weights.note(upcast(scores), self.planned_weights(scores, bias), mask.unsqueeze(1))
+            self.weights.note(upcast(scores), self.planned_weights(scores, self._given(bias)), mask.unsqueeze(1))
         return self._drawn._record(output, kl)
+
+    def _given(self, bias: Float[Tensor, "b #t n"] | None) -> Float[Tensor, "b #t n"]:
+        if bias is None:
+            raise ValueError(f"bias is None; allowed for {self._drawn.config.variant}: what `plan_bias` returned")
+        return bias
 
 
 def _rows(mask: Bool[Tensor, "b n"], steps: Bool[Tensor, "b t"]) -> Bool[Tensor, "b 1 t n"]:

@@ -28,7 +28,7 @@ class Case:
         length: Tokens.
         padding: Tokens missing at the end of every second example.
         dropout: Of the attention weights, of the original and the converted model.
-        rounds: Repetitions of a training step on a CPU.
+        rounds: Repetitions of a training step.
     """
 
     name: str
@@ -111,7 +111,7 @@ def _run_case(suite: Suite, case: Case) -> None:
         # while launches are recorded transformers cannot look at a mask and makes one of ones; here there is none to look at
         with mock.patch("transformers.masking_utils.is_tracing", return_value=False):
             replays = {name: recorded(call) for name, call in calls.items()}
-        suite.compare(str(case), "train step, CUDA graph", replays, rounds=1)
+        suite.compare(str(case), "train step, CUDA graph", replays, rounds=case.rounds)
 
 
 @torch.no_grad()

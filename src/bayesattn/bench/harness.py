@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-# on a GPU a turn is this many calls, and there are at least so many rounds
-CALLS_A_TURN, GPU_ROUNDS = 4, 11
+# on a GPU a turn is this many calls
+CALLS_A_TURN = 4
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,14 @@ def _quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
+def _processor_time(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return (time.process_time() - start) * 1e3
+
+
 def measure_in_turn(
-    calls: Sequence[Callable[[], object]], *, rounds: int, clock: Callable[[Callable[[], object]], float] | None = None
+    calls: Sequence[Callable[[], object]], *, rounds: int, clock: Callable[[Callable[[], object]], float] = _processor_time
 ) -> list[list[float]]:
     """Return the time in milliseconds of every call in every round, after a warm-up.
 
@@ -75,22 +81,15 @@ def measure_in_turn(
     Args:
         calls: What is compared.
         rounds: How often each has its turn.
-        clock: Milliseconds of a call. None counts this process's CPU time, which other programs do not lengthen.
+        clock: Milliseconds of a call; if not given, this process's CPU time, which other programs do not lengthen.
     """
     times: list[list[float]] = [[] for _ in calls]
-    clock = clock or _processor_time
     for call in calls:
         call()
     for i in range(rounds):
         for j in range(len(calls))[:: 1 if i % 2 == 0 else -1]:
             times[j].append(clock(calls[j]))
     return times
-
-
-def _processor_time(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return (time.process_time() - start) * 1e3
 
 
 def _gpu_time(call: Callable[[], object]) -> float:
@@ -158,7 +157,7 @@ class Suite:
 
     def compare(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, rounds: int) -> None:
         """Measure calls that differ by little: in turn, the ratio the median over rounds."""
-        clock, rounds = (_gpu_time, max(rounds, GPU_ROUNDS)) if self.device == "cuda" else (None, rounds)
+        clock = _gpu_time if self.device == "cuda" else _processor_time
         times = torch.tensor(measure_in_turn(list(calls.values()), rounds=rounds, clock=clock))
         ratios = (times / times[0]).median(dim=1).values.tolist()
         for provider, row, ratio in zip(calls, times.tolist(), ratios, strict=True):

@@ -74,7 +74,7 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
             suite.compare(str(case), "train step", calls, rounds=11)
             if device == "cuda":
                 graphs = {name: recorded(call) for name, call in calls.items()}
-                suite.compare(str(case), "train step, CUDA graph", graphs, rounds=1)
+                suite.compare(str(case), "train step, CUDA graph", graphs, rounds=11)
     return suite.rows
 
 

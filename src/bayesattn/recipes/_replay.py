@@ -5,8 +5,8 @@ Recorded are the likelihood, the KL, the loss and the gradients. Whatever looks 
 check for finite numbers, the optimiser.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +53,16 @@ class RecordedSteps:
         self._gradients: dict[int, Tensor] = {}
         self._stream, self._pool = self._open()
 
-    def on_stream(self) -> AbstractContextManager[None]:
-        """Return the scope in which a whole step belongs, its optimiser included."""
-        return _OnStream(self._stream)
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run a whole step, its optimiser included, on the own stream: after the work before it, and before what follows."""
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            before.wait_stream(self._stream)
 
     def __call__(self, batch: dict[str, Any], factors: Tensor) -> Outputs:
         """Run a step on a batch; the gradients are new, nothing is added to older ones."""
@@ -111,20 +118,3 @@ class RecordedSteps:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = call()
         return graph.replay, outputs
-
-
-class _OnStream:
-    """A scope on a stream that begins when the work before it is done, and lets what follows wait for it."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.scope = stream, torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        self.scope.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.scope.__exit__(*error)
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)

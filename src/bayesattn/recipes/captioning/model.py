@@ -208,7 +208,7 @@ class Att2in(nn.Module):
         if self.attention.needs_kl:
             optional |= {"mask": image.mask, "steps": steps, "prior": image.prepared[1]}
         inputs |= {name: value for name, value in optional.items() if value is not None}
-        run = self._recordings if self._is_recorded(reads) else lambda inputs: self.unroll_with_kl(**inputs)
+        run = self._recordings if self._is_recorded(reads) else lambda inputs: self.unroll(**inputs)
         hidden, scores, weights, *kl = run(inputs)
         hidden = self.attention.record_steps(
             hidden, scores, image.keys, mask=image.mask, steps=steps, bias=bias, kl=kl[0] if kl else None
@@ -226,7 +226,7 @@ class Att2in(nn.Module):
             and not torch.cuda.is_current_stream_capturing()
         )
 
-    def unroll_with_kl(
+    def unroll(
         self,
         reads: Float[Tensor, "c t five_d"],
         keys: Float[Tensor, "c n d"],
@@ -237,33 +237,7 @@ class Att2in(nn.Module):
         steps: Bool[Tensor, "c t"] | None = None,
         prior: Float[Tensor, "c 1 1 n"] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return what `unroll` does, and where `mask` and `steps` are given the KL of each caption: all that is recorded.
-
-        Args:
-            reads: As for `unroll`.
-            keys: As for `unroll`.
-            projected: As for `unroll`.
-            bias: As for `unroll`.
-            noise: As for `unroll`.
-            mask: True for regions that exist.
-            steps: True for steps that count.
-            prior: ln Ψ of the regions, for contextual priors.
-        """
-        unrolled = self.unroll(reads, keys, projected, bias, noise)
-        if mask is None or steps is None:
-            return unrolled
-        kl = self.attention.steps_kl(unrolled[1], keys, mask=mask, steps=steps, prior=prior, bias=bias)
-        return unrolled if kl is None else (*unrolled, kl)
-
-    def unroll(
-        self,
-        reads: Float[Tensor, "c t five_d"],
-        keys: Float[Tensor, "c n d"],
-        projected: Float[Tensor, "c n a"],
-        bias: Float[Tensor, "c #t n"],
-        noise: Float[Tensor, "c t d"] | None = None,
-    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"], Float[Tensor, "c t n"]]:
-        """Return the states, scores and weights of all steps, a pure function of tensors.
+        """Return states, scores and weights of all steps, and each caption's KL where it is asked for: all that is recorded.
 
         Args:
             reads: `read(words)` of all steps.
@@ -271,6 +245,9 @@ class Att2in(nn.Module):
             projected: The same, projected by the attention.
             bias: Noise of the attention at every step, from `plan_bias`.
             noise: Of the context at every step, from `plan_context`.
+            mask: True for regions that exist; needed for the KL, as is the next.
+            steps: True for steps that count.
+            prior: ln Ψ of the regions, for contextual priors.
         """
         state, states, scores, weights = self.start(keys), [], [], []
         biases = bias.expand(-1, reads.shape[1], -1).split(1, dim=1)
@@ -280,7 +257,11 @@ class Att2in(nn.Module):
             states.append(state[0])
             scores.append(found)
             weights.append(seen)
-        return torch.stack(states, dim=1), torch.cat(scores, dim=1), torch.cat(weights, dim=1)
+        unrolled = torch.stack(states, dim=1), torch.cat(scores, dim=1), torch.cat(weights, dim=1)
+        if mask is None or steps is None:
+            return unrolled
+        kl = self.attention.steps_kl(unrolled[1], keys, mask=mask, steps=steps, prior=prior, bias=bias)
+        return unrolled if kl is None else (*unrolled, kl)
 
 
 class _Loop(nn.Module):
@@ -290,7 +271,7 @@ class _Loop(nn.Module):
         super().__init__()
         # its parameters alone: the loop of a whole model would hold itself
         self.parts = nn.ModuleList([model.attention, model.hidden_proj, model.view_proj])
-        self.unroll, self.names = model.unroll_with_kl, names
+        self.unroll, self.names = model.unroll, names
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self.unroll(**dict(zip(self.names, inputs, strict=True)))

@@ -60,7 +60,7 @@ def measure_costs(
         vocabulary_size: Tokens.
         device: `cpu` or `cuda`.
         autocast: Low precision, or None.
-        rounds: Steps timed on a CPU.
+        rounds: Turns of every config.
     """
     suite, parameters, calls = Suite("translation", device), {}, {}
     batch = random_batch(num_sentences, length, vocabulary_size)
