@@ -1,6 +1,6 @@
 """What an optimiser step of the language recipe takes, everything included: batches, KL, clipping, checks, AdamW.
 
-    python benchmarks/fine_tuning.py benchmarks/results/h200/fine-tuning.csv
+    python benchmarks/fine_tuning.py benchmarks/results/h200/fine_tuning.csv
 
 The recipe's own loop on random tokens, half of the examples a quarter shorter than the others; encoders from their configs
 with the recipe's rates of dropout. `soft` keeps the encoder's SDPA. Once as on any GPU, with recorded launches, and once

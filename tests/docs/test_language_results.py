@@ -130,6 +130,22 @@ def test_costs_of_a_step_are_those_of_the_benchmark():
     assert shown == expected
 
 
+@pytest.mark.parametrize("page", ["docs/results/language.md", "benchmarks/README.md"])
+def test_costs_of_a_whole_step_are_those_of_the_benchmark(page):
+    root = RESULTS.parents[1]
+    shown = rows_of((root / page).read_text(), "| whole step,")
+    with (root / "benchmarks" / "results" / "h200" / "fine_tuning.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(row["case"].split(" ")[0].lower(), row["launches"], row["variant"]): row for row in rows}
+    for name, row in shown.items():
+        case, launches = name.split(",")[0].lower(), name.split(", ")[-1]
+        assert row["soft, ms"] == f"{float(found[case, launches, 'soft']['median_ms']):.1f}"
+        for variant in ("BAM-NOKL", "BAM-WC"):
+            cell = found.get((case, launches, variant))
+            assert row[variant] == ("–" if cell is None else f"{float(cell['ratio']):.2f}")
+    assert len(shown) == 4
+
+
 @pytest.mark.parametrize("config", sorted({config for config, *_ in read_values()}))
 def test_config_says_what_was_measured_with_it(config):
     (line,) = (text for text in (CONFIGS / f"{config}.yaml").read_text().splitlines() if text.startswith("# Measured"))
