@@ -3,8 +3,8 @@
     python benchmarks/fine_tuning.py benchmarks/results/h200/fine_tuning.csv
 
 The recipe's own loop on random tokens, half of the examples a quarter shorter than the others; encoders from their configs
-with their dropout of hidden states, but none of attention weights. `soft` keeps the encoder's SDPA. Once as on any GPU, with recorded launches, and once
-without. Each step waits for its gradient's norm, so its time on the clock is all of it.
+with their dropout of hidden states, but none of attention weights. `soft` keeps the encoder's SDPA. Once as on any GPU, with
+recorded launches, and once without. Each step waits for its gradient's norm, so its time on the clock is all of it.
 """
 
 import csv
