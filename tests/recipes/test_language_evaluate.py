@@ -325,6 +325,27 @@ def test_predict_reads_json_lines_from_standard_input(bayesian_run, capsys, monk
     assert rows[0]["truncated"] is False
 
 
+def test_predict_answers_a_line_before_it_reads_the_next(bayesian_run, capsys, monkeypatch):
+    answered = []
+
+    def lines():
+        for text in ("a dull plot", "warm music"):
+            yield json.dumps({"text": text})
+            answered.append(json.loads(capsys.readouterr().out)["label"])
+
+    monkeypatch.setattr("sys.stdin", lines())
+    assert call("predict", bayesian_run, "--samples", 3) == 0
+    assert answered == ["bad", "good"]
+
+
+def test_bad_line_of_a_file_is_an_error_with_its_number_before_any_answer(bayesian_run, capsys, tmp_path):
+    (tmp_path / "texts.txt").write_text("a dull plot\n" * 40 + "\nwarm\tmusic\n")
+    assert call("predict", bayesian_run, "--file", tmp_path / "texts.txt", "--samples", 3) == 2
+    shown = capsys.readouterr()
+    assert "line 42 is ('warm', 'music'); allowed for task 'own': 1 text that is not empty" in shown.err
+    assert shown.out == ""
+
+
 def test_predict_reads_files_and_says_what_was_cut(bayesian_run, capsys, tmp_path):
     (tmp_path / "texts.txt").write_text("a dull plot\n" + "superb " * 50 + "\n")
     assert call("predict", bayesian_run, "--file", tmp_path / "texts.txt", "--samples", 3) == 0
@@ -344,6 +365,8 @@ def test_predict_reads_files_and_says_what_was_cut(bayesian_run, capsys, tmp_pat
         (["--text", "a", "--method", "dropout"], "", "method is 'dropout'; allowed for this run: mean, attention"),
         ([], '{"text": "a"}\n{"text": 3}\n', "line 2 is"),
         ([], "{\n", "line 1: not JSON"),
+        ([], "[" * 100_000, "line 1: nested too deeply"),
+        ([], '\n{"text": " "}\n', "line 2 is (' ',); allowed for task 'own': 1 text that is not empty"),
     ],
 )
 def test_bad_input_of_predict_is_one_line(options, stdin, message, bayesian_run, capsys, monkeypatch):

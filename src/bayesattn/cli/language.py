@@ -29,7 +29,8 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Answer for new texts: label, probability, p-value, and whether to trust it.
 
-        Without --text and --file, standard input is read as JSON lines with "text" and, for pairs, "second".
+        Without --text and --file, standard input is read as JSON lines with "text" and, for pairs, "second"; each is
+        answered before the next is read.
         """
         from bayesattn import recipes
         from bayesattn.runs import read_run
@@ -43,10 +44,13 @@ def register(app: typer.Typer) -> None:
         if text is not None:
             print(_line(model(*(part for part in (text, second) if part is not None))))
             return
-        # a file that is not there must be an error before the first answer
-        lines = sys.stdin if file is None else file.read_text(encoding="utf-8").split("\n")
-        is_json = file is None or file.suffix == ".jsonl"
-        for served in serve.answer_lines(model, serve.read_lines(lines, is_json=is_json)):
+        if file is None:
+            answers = serve.answer_lines(model, serve.read_lines(sys.stdin, is_json=True))
+        else:
+            # a file that is not there must be an error before the first answer
+            lines = serve.read_lines(file.read_text(encoding="utf-8").split("\n"), is_json=file.suffix == ".jsonl")
+            answers = serve.answer_file(model, lines)
+        for served in answers:
             print(json.dumps(served.to_dict(), ensure_ascii=False), flush=True)
 
 

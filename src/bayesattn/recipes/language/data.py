@@ -128,7 +128,8 @@ def _own_task(text: str, where: str) -> Task:
     if "label" not in header or not 1 <= len(texts) <= 2:
         raise ValueError(f"{where}, line 1: columns are {header}; allowed: 'label' and one or two columns of text")
     place = header.index("label")
-    labels = tuple(sorted({row[place] for _, row in rows if len(row) == len(header)}))
+    # an empty label is a gap in the file, no class; `read_examples` says in which line
+    labels = tuple(sorted({row[place] for _, row in rows if len(row) == len(header) and row[place].strip()}))
     if len(labels) < 2:
         raise ValueError(f"{where} has the labels {list(labels)}; allowed: at least two different ones")
     return replace(find_task("own"), texts=texts, labels=labels, class_names=labels)

@@ -27,6 +27,9 @@ from bayesattn.recipes.language.train import LoadedRun, load_run, make_collator
 
 BATCH_SIZE = 32
 
+# one input and what to call it in a message, such as "line 3"
+Line = tuple[str, tuple[str, ...]]
+
 
 @dataclass(frozen=True)
 class Served:
@@ -96,11 +99,7 @@ class Classifier:
             ValueError: A text is empty, or there are too few or too many; the message has its number, from 1.
         """
         for number, texts in enumerate(inputs, start=1):
-            if len(texts) != self.num_texts or not all(isinstance(text, str) and text.strip() for text in texts):
-                raise ValueError(
-                    f"input {number} is {texts!r}; allowed for task {self.run.task.name!r}: {self.num_texts} "
-                    f"{'text that is' if self.num_texts == 1 else 'texts that are'} not empty"
-                )
+            self.check(texts, f"input {number}")
         if self.run.task.kind == "spans":
             return self._answer_questions(inputs)
         encoded = encode(self.run.tokenizer, inputs, self.run.config.max_length)
@@ -108,6 +107,14 @@ class Classifier:
         if self.run.task.kind == "regression":
             return [self._score(samples[:, i, 0], cut) for i, cut in enumerate(encoded.truncated)]
         return self._classes(samples, [list(self.run.class_names)] * len(inputs), encoded.truncated)
+
+    def check(self, texts: tuple[str, ...], where: str) -> None:
+        """Raise a ValueError that begins with `where` if these texts cannot be answered for."""
+        if len(texts) != self.num_texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(
+                f"{where} is {texts!r}; allowed for task {self.run.task.name!r}: {self.num_texts} "
+                f"{'text that is' if self.num_texts == 1 else 'texts that are'} not empty"
+            )
 
     def _answer_questions(self, inputs: Sequence[tuple[str, ...]]) -> list[Served]:
         questions = [squad.Question(str(i), question, context, (), "") for i, (question, context) in enumerate(inputs)]
@@ -141,8 +148,8 @@ def load(folder: str | Path, **options: Any) -> Classifier:
     return Classifier(load_run(Path(folder)), **options)
 
 
-def read_lines(lines: Iterable[str], *, is_json: bool) -> Iterator[tuple[str, ...]]:
-    """Read inputs, one a line: JSON objects with `text` and perhaps `second`, or plain text, a tab before the second.
+def read_lines(lines: Iterable[str], *, is_json: bool) -> Iterator[Line]:
+    """Read inputs with their line, one a line: JSON objects with `text` and perhaps `second`, or plain text, a tab before the second.
 
     Raises:
         ValueError: A line cannot be read; the message has its number.
@@ -151,7 +158,7 @@ def read_lines(lines: Iterable[str], *, is_json: bool) -> Iterator[tuple[str, ..
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
-        yield _parse_json(line, number) if is_json else tuple(line.split("\t"))
+        yield f"line {number}", _parse_json(line, number) if is_json else tuple(line.split("\t"))
 
 
 def _parse_json(line: str, number: int) -> tuple[str, ...]:
@@ -159,18 +166,33 @@ def _parse_json(line: str, number: int) -> tuple[str, ...]:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number}: not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError(f"line {number}: nested too deeply") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or set(entry) - {"text", "second"}:
         raise ValueError(f'line {number} is {line!r}; allowed: {{"text": "…"}} or {{"text": "…", "second": "…"}}')
     return (entry["text"], entry["second"]) if "second" in entry else (entry["text"],)
 
 
-def answer_lines(model: Classifier, inputs: Iterable[tuple[str, ...]]) -> Iterator[Served]:
-    """Answer for a stream of inputs, a batch at a time, in order."""
-    batch: list[tuple[str, ...]] = []
-    for texts in inputs:
-        batch.append(texts)
-        if len(batch) == BATCH_SIZE:
-            yield from model.answer(batch)
-            batch = []
-    if batch:
-        yield from model.answer(batch)
+def answer_lines(model: Classifier, lines: Iterable[Line]) -> Iterator[Served]:
+    """Answer line by line, each before the next is read: whoever writes them may wait for the answer.
+
+    Raises:
+        ValueError: As `Classifier.answer`; the message has the line, and the lines before it have been answered.
+    """
+    for where, texts in lines:
+        model.check(texts, where)
+        yield model(*texts)
+
+
+def answer_file(model: Classifier, lines: Iterable[Line]) -> Iterator[Served]:
+    """Answer for all lines, a batch at a time, in order.
+
+    Raises:
+        ValueError: As `Classifier.answer`; the message has the line, and nothing has been answered.
+    """
+    inputs = []
+    for where, texts in lines:
+        model.check(texts, where)
+        inputs.append(texts)
+    for start in range(0, len(inputs), BATCH_SIZE):
+        yield from model.answer(inputs[start : start + BATCH_SIZE])
