@@ -149,7 +149,7 @@ def load(folder: str | Path, **options: Any) -> Classifier:
 
 
 def read_lines(lines: Iterable[str], *, is_json: bool) -> Iterator[Line]:
-    """Read inputs with their line, one a line: JSON objects with `text` and perhaps `second`, or plain text, a tab before the second.
+    """Read inputs, one a line: JSON objects with `text` and perhaps `second`, or plain text, a tab before the second.
 
     Raises:
         ValueError: A line cannot be read; the message has its number.
