@@ -178,7 +178,21 @@ def test_ensembles_that_share_members_have_no_interval_and_no_test():
 def fake_cell(row, seed, accuracy, nll):
     measures = {"splits": {"test": {"accuracy": accuracy, "f1": accuracy, "nll": nll, "ece": 0.1, "aurc": 0.2}}}
     drawn = None if row == "soft" else measures
-    return {"name": "mrpc", "row": row, "seed": seed, "plain": measures, "drawn": drawn}
+    return {"name": "mrpc", "row": row, "seed": seed, "plain": measures, "drawn": drawn, "run": fake_run()}
+
+
+def fake_run(note="", cut=0):
+    counts = {"train": 3302, "validation": 366, "test": 408}
+    return {"num_examples": counts, "data_note": note, "num_truncated": {"train": cut, "test": 1 if cut else 0}}
+
+
+def test_table_says_which_part_of_a_task_it_is_of():
+    cell = fake_cell("soft", 0, 0.8, 0.5)
+    whole = "Examples: 3,302 to train on, 366 for validation, 408 for test"
+    assert f"### mrpc\n\n{whole}.\n\n|" in section("mrpc", TASKS["mrpc"], [cell])
+    cell["run"] = fake_run("a fifth of it, split by title", cut=1999)
+    text = section("mrpc", TASKS["mrpc"], [cell])
+    assert f"{whole}; a fifth of it, split by title. 2,000 were longer than the model reads and lost their end.\n" in text
 
 
 def test_numbers_are_means_with_intervals_beside_the_papers():
@@ -209,7 +223,7 @@ def test_bayesian_rows_are_compared_with_mc_dropout_too():
 
 def test_squad_has_two_numbers_of_the_paper():
     measures = {"splits": {"test": {"exact_match": 0.5, "f1": 0.6}}}
-    cell = {"name": "squad1", "row": "BAM-WC", "seed": 0, "plain": measures, "drawn": measures}
+    cell = {"name": "squad1", "row": "BAM-WC", "seed": 0, "plain": measures, "drawn": measures, "run": fake_run()}
     assert "| 81.40/88.82 |" in section("squad1", TASKS["squad1"], [cell])
 
 

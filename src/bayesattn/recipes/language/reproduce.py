@@ -140,7 +140,7 @@ def read_row(plan: Plan, row: str, seed: int) -> Cell | None:
         return None
     return {
         "name": plan.name, "row": row, "seed": seed, "plain": plain, "drawn": drawn, "folder": folder,
-        "method": method or "mean",
+        "method": method or "mean", "run": read_run(job.folder),
     }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ _NAMES = {
     "accuracy": "accuracy", "f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman",
     "exact_match": "EM",
 }  # fmt: skip
+_VERBS = {"train": "to train on", "validation": "for validation", "test": "for test"}
 
 Cell = dict[str, Any]
 
@@ -82,7 +83,7 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
         numbers.append(_summary(row, found, "drawn", "test", main, 100.0, 2))
         numbers += [_summary(row, found, "best", "test", metric, *form[1:]) for metric, form in extra.items()]
         lines.append([row, str(len(found)), *numbers, _paper(task, row)])
-    text = f"### {name}\n\n" + markdown(header, lines)
+    text = f"### {name}\n\n{_examples(cells[0]['run'])}\n\n" + markdown(header, lines)
     forms = {name: (_NAMES[name], 100.0, 2) for name in task.metrics if name in (main, "accuracy")}
     forms |= {metric: form for metric, form in extra.items() if metric not in ("pavpu_05", "mean_deviation")}
     text += _against(by_row, "soft", [row for row in rows if row != "soft"], forms)
@@ -90,6 +91,14 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
     text += _against(by_row, "dropout", [row for row in rows if row.startswith("BAM")], forms)
     shifted = [split for split in next(iter(cells))["plain"]["splits"] if split not in ("validation", "test")]
     return text + (_shifted(by_row, shifted, main) if shifted else "")
+
+
+def _examples(run: dict[str, Any]) -> str:
+    """Say what the numbers are of: how many examples, which part of the task where it is not all, and what was cut."""
+    counts = ", ".join(f"{run['num_examples'][split]:,} {verb}" for split, verb in _VERBS.items())
+    part = f"; {run['data_note']}" if run["data_note"] else ""
+    cut = sum(run["num_truncated"].values())
+    return f"Examples: {counts}{part}." + (f" {cut:,} were longer than the model reads and lost their end." if cut else "")
 
 
 def _values(found: dict[int, Cell], part: str, split: str, metric: str) -> dict[int, float] | None:
