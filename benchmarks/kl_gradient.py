@@ -3,7 +3,7 @@
     python benchmarks/kl_gradient.py --data DIR --out docs/results/language-gradient.json
 
 For a few batches of MRPC: the norm of each gradient over the pretrained parameters of e5-small, and how alike those of the
-batches are (cosines of all pairs). Once with `detach_keys`, as the configs have it, and once without.
+batches are (cosines of all pairs). BAM-WC once with `detach_keys`, as the configs have it, and once without; then others.
 """
 
 import argparse
@@ -18,6 +18,12 @@ from bayesattn import record_kl
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes.language.train import LanguageExperiment, load_config
 from bayesattn.runs import write_bytes
+
+CASES = {
+    "detach_keys true": [],
+    "detach_keys false": ["attention.detach_keys=false"],
+    **{variant: [f"attention.variant={variant}"] for variant in ("BAM-WF", "BAM-LF", "BAM-LC")},
+}
 
 
 def gradients(experiment: LanguageExperiment, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,13 +50,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     given = parser.parse_args()
     results = {}
-    for detached in ("true", "false"):
+    for case, settings in CASES.items():
         seed_everything(0)
-        experiment = LanguageExperiment(load_config("mrpc", [f"attention.detach_keys={detached}"]), given.data)
+        experiment = LanguageExperiment(load_config("mrpc", settings), given.data)
         experiment.model.train()
         batches = torch.randperm(experiment.num_examples)[: given.batches * given.batch_size].split(given.batch_size)
         pairs = [gradients(experiment, indices) for indices in batches]
-        results[f"detach_keys {detached}"] = {
+        results[case] = {
             name: {
                 "norms": [round(float(g.norm()), 4) for g in found],
                 "cosines": [round(float(torch.cosine_similarity(a, b, 0)), 4) for a, b in itertools.combinations(found, 2)],

@@ -1,13 +1,15 @@
 """The page of language results shows what its CSV holds."""
 
 import csv
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from bayesattn.recipes._tables import show
+from bayesattn.recipes._tables import paired, show
 from bayesattn.recipes.language.train import CONFIGS
 from bayesattn.report.aggregate import over_runs
 
@@ -79,17 +81,87 @@ def test_table_of_squad_is_that_of_the_csv(variant, version):
         )
 
 
-@pytest.mark.parametrize("task", ["QNLI", "QQP"])
-def test_differences_of_one_seed_are_those_of_their_csv(task):
-    shown = rows_of((RESULTS / "language.md").read_text(), "| seed 0 |")
-    with (RESULTS / "language-one-seed.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["task"] == task.lower()]
-    for heading, metric, scale, digits in (("accuracy %", "accuracy", 100.0, 1), ("NLL", "nll", 1.0, 3)):
-        for second, name in (("soft:mean", "soft"), ("soft:dropout", "dropout")):
-            row = next(r for r in rows if (r["first"], r["second"], r["metric"]) == ("BAM-WC:attention", second, metric))
-            value, low, high = (f"{scale * float(row[key]):+.{digits}f}" for key in ("value", "low", "high"))
-            expected = f"{value} ({low} to {high})".replace("-", "−")
-            assert shown[f"{task}, {heading}"][f"BAM-WC − {name}"] == expected
+@pytest.mark.parametrize("variant", ["soft", "dropout", "post-hoc", "BAM-WC", "BAM-WC+dropout"])
+def test_table_of_tasks_at_hand_in_part_is_that_of_the_csv(variant):
+    values = read_values()
+    text = (RESULTS / "language.md").read_text()
+    shown = rows_of(text, "| | MNLI |")[variant]
+    (seeds,) = re.findall(r"^Five seeds in every row, but (.*)\.$", text, re.MULTILINE)
+    for task in ("MNLI", "QNLI", "QQP", "WNLI"):
+        found = values.get((task.lower(), variant, "accuracy", variant != "soft"))
+        assert shown[task] == ("–" if found is None else show(over_runs(found), 100.0, 1))
+        # what the line below the table does not name has five
+        named = re.search(rf"(?:(?<!\+){re.escape(variant)} of {task}|(?<!of ){task}) (\d)", seeds)
+        assert found is None or len(found) == (5 if named is None else int(named[1]))
+
+
+@pytest.mark.parametrize("task", ["MRPC", "RTE"])
+@pytest.mark.parametrize("variant", ["BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC"])
+def test_table_of_the_other_variants_is_that_of_the_csv(task, variant):
+    row = rows_of((RESULTS / "language.md").read_text(), "| task, variant |")[f"{task}, {variant}"]
+    for heading, metric, scale, digits in (
+        ("accuracy %", "accuracy", 100.0, 1),
+        ("NLL", "nll", 1.0, 3),
+        ("ECE %", "ece", 100.0, 1),
+    ):
+        found = read_values()[task.lower(), variant, metric, True]
+        assert row[heading] == show(over_runs(found), scale, digits)
+        assert row["seeds"] == str(len(found))
+
+
+def read_by_seed(split, metric="nll"):
+    """Return the values of a shifted set by config, variant and seed."""
+    values = defaultdict(dict)
+    with (RESULTS / "language.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["split"], row["metric"]) == (split, metric) and (row["draws"] == "True" or row["variant"] == "soft"):
+                values[row["config"], row["variant"]][int(row["seed"])] = float(row["value"])
+    return values
+
+
+def test_noise_in_training_lowers_the_nll_of_shifted_texts_as_the_page_says():
+    shifts = {
+        "mrpc": ["qqp"], "cola": [], "rte": ["mnli"], "qnli": ["rte"], "qqp": ["mrpc"],
+    }  # fmt: skip
+    below_dropout, differences = [], []
+    for config, related in shifts.items():
+        for split in ("characters-1", "words-1", *related):
+            values = read_by_seed(split)
+            ours, soft, dropout = (values[config, variant] for variant in ("BAM-WC", "soft", "dropout"))
+            compared = paired(ours, soft)
+            assert compared.p_value <= 0.04
+            differences.append(compared.difference.value)
+            found = paired(ours, dropout)
+            if found.p_value < 0.05:
+                below_dropout.append(found.difference.value)
+            assert fmean(ours.values()) < fmean(values[config, "ensemble"].values())
+    assert (len(differences), round(max(differences), 2), round(min(differences), 2)) == (14, -0.05, -0.31)
+    assert (len(below_dropout), round(max(below_dropout), 2), round(min(below_dropout), 2)) == (11, -0.03, -0.15)
+
+
+def test_attention_of_the_lognormal_variants_becomes_uniform():
+    first, last = defaultdict(list), defaultdict(list)
+    with (RESULTS / "language-variants.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if float(row["kl_weight"]) == 1e-5:
+                family = "lognormal" if row["variant"] in ("BAM-LF", "BAM-LC") else "weibull"
+                for epoch, found in ((0, first), (5, last)):
+                    if int(row["epoch"]) == epoch:
+                        found[family].append(round(float(row["attention_entropy"]), 2))
+    assert (min(first["lognormal"]), max(first["lognormal"])) == (0.61, 0.63)
+    assert (min(last["lognormal"]), max(last["lognormal"])) == (0.93, 0.98)
+    assert max(last["weibull"]) < 0.71
+
+
+def test_gradients_of_the_kl_are_those_of_their_file():
+    found = json.loads((RESULTS / "language-gradient.json").read_text())["results"]
+    norms = {case: [round(x) for x in values["kl"]["norms"]] for case, values in found.items()}
+    lognormal = [round(x, -2) for x in (*norms["BAM-LF"], *norms["BAM-LC"])]
+    assert (min(lognormal), max(lognormal)) == (19_800, 37_200)
+    assert (min(norms["detach_keys true"]), max(norms["detach_keys true"])) == (58, 62)
+    assert (min(norms["BAM-WF"]), max(norms["BAM-WF"])) == (272, 309)
+    likelihood = [x for case, values in found.items() if case != "detach_keys false" for x in values["nll"]["norms"]]
+    assert (round(min(likelihood), 1), round(max(likelihood), 1)) == (0.4, 1.3)
 
 
 def test_table_of_the_third_search_is_that_of_its_csv():
