@@ -1,0 +1,124 @@
+"""The page of translation results, its configs and its cost table show what the committed CSV files hold."""
+
+import csv
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from bayesattn.recipes._tables import show, show_p
+from bayesattn.recipes.translation.reproduce import VARIANTS
+from bayesattn.recipes.translation.train import CONFIGS
+from bayesattn.report.aggregate import over_runs
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+NAMES = {
+    "soft": "soft",
+    "wc": "BAM-WC, k = 15",
+    "nokl": "BAM-NOKL, k = 15",
+    "lc": "BAM-LC",
+    "wf": "BAM-WF, k = 15",
+    "lf": "BAM-LF",
+    "wc-default": "BAM-WC, library prior",
+    "sampled-kl": "BAM-WC, library prior, sampled KL",
+    "mc-dropout": "MC dropout, on the weights",
+    "exact": "variational, exact marginal",
+    "enum": "variational, Enum",
+    "sample": "variational, Sample",
+    "dirichlet": "variational, Dirichlet (relaxed)",
+    "gumbel": "hard, Gumbel",
+    "hard": "hard, REINFORCE",
+    "gaussian": "Gaussian context",
+}
+
+
+def read(name):
+    """Return the rows of a CSV, without the runs that diverged."""
+    with (RESULTS / "translation" / name).open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if not row.get("diverged")]
+
+
+def grouped(rows, *names):
+    """Return rows by the values of some columns."""
+    found = defaultdict(list)
+    for row in rows:
+        found[tuple(row[name] for name in names)].append(row)
+    return found
+
+
+def table(header, path=RESULTS / "translation.md"):
+    """Return the cells of the table with this header, by the name of the row."""
+    text = path.read_text(encoding="utf-8")
+    lines = text[text.index(header) :].split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {row[0]: row[1:] for row in cells}
+
+
+def shown(rows, name, digits=2, *, sign=False):
+    """Return what a cell says of its runs: mean and interval of three, the values themselves of fewer."""
+    values = [float(row[name]) for row in rows]
+    if len(values) < 3:
+        text = ", ".join(f"{value:{'+' if sign else ''}.{digits}f}" for value in values) or "–"
+    else:
+        text = ("+" if sign and over_runs(values).value >= 0.0 else "") + show(over_runs(values), digits=digits)
+    return text.replace("-", "−")
+
+
+@pytest.mark.parametrize("variant", NAMES)
+def test_row_of_multi30k_is_that_of_the_runs(variant):
+    runs = grouped(read("multi30k.csv"), "variant", "test")[variant, "test-2016"]
+    compared = grouped(read("multi30k-comparisons.csv"), "variant")[(variant,)]
+    written = table("| attention | seeds | test 2016 |")
+    if not runs:
+        assert NAMES[variant] not in written
+        return
+    p_values = ", ".join(show_p(float(row["bootstrap_p"])) for row in compared) or "–"
+    assert written[NAMES[variant]][:7] == [
+        str(len(runs)),
+        shown(runs, "bleu"),
+        shown(compared, "difference", sign=True),
+        p_values,
+        shown(runs, "chrf"),
+        shown(runs, "perplexity"),
+        shown(runs, "token_ece", 3),
+    ]
+
+
+def test_every_variant_of_multi30k_has_a_row():
+    assert {*NAMES, "gaussian-weights"} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("variant", NAMES)
+def test_row_of_the_other_tests_is_that_of_the_runs(variant):
+    runs = grouped(read("multi30k.csv"), "variant", "test")
+    written = table("| attention | 2017 | MSCOCO |")
+    if (variant, "test-2016") not in runs:
+        assert NAMES[variant] not in written
+        return
+    tests = ("test-2017", "test-mscoco", "test-2018", "iwslt14-test")
+    expected = [shown(runs[variant, test], "bleu") if (variant, test) in runs else "not measured" for test in tests]
+    assert written[NAMES[variant]] == expected
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_header_of_a_config_has_the_bleu_of_its_runs(path):
+    dataset, _, variant = path.stem.partition("-")
+    found = re.findall(r"# Measured \(docs/results/translation.md\): (.*) BLEU", path.read_text(encoding="utf-8"))
+    runs = [] if dataset == "iwslt14" else grouped(read(f"{dataset}.csv"), "variant", "test")
+    test = {"multi30k": "test-2016", "tatoeba": "test"}.get(dataset)
+    expected = [f"{float(row['bleu']):.2f}" for row in runs[variant, test]] if runs else []
+    assert re.findall(r"[\d.]+", "".join(found)) == expected
+
+
+def test_cost_table_is_that_of_the_benchmark():
+    with (ROOT / "benchmarks" / "results" / "h200" / "translation.csv").open(newline="") as file:
+        rows = {(row["provider"], row["mode"]): row for row in csv.DictReader(file)}
+    written, soft = table("| attention | decoder as a CUDA graph"), float(rows["soft", "train step"]["peak_mib"])
+    assert {(name, mode) for name in written for mode in ("train step", "train step, cuda-graph")} == set(rows)
+    for name, cells in written.items():
+        graph, plain = rows[name, "train step, cuda-graph"], rows[name, "train step"]
+        median, low, high = (float(graph[part]) for part in ("median_ms", "p20_ms", "p80_ms"))
+        ratios = [float(graph["ratio"]), float(plain["ratio"]), float(plain["peak_mib"]) / soft]
+        assert cells == [f"{median:.1f} ms ({low:.1f}–{high:.1f})", *(f"{ratio:.2f}" for ratio in ratios)]
