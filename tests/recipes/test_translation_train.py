@@ -206,9 +206,10 @@ def test_command_prints_a_line_for_every_line(run, monkeypatch, capsys):
 
 def test_command_writes_json_lines_and_figures(run, monkeypatch, capsys, tmp_path):
     words = ["translate", run, "--samples", "2", "--beam", "2", "--json", "--plots", tmp_path / "maps"]
-    assert call(monkeypatch, "fünf sechs\n".encode(), *words) == 0
-    first, *_ = capsys.readouterr().out.splitlines()
-    parsed = json.loads(first)
+    assert call(monkeypatch, "fünf sechs\nsieben\n".encode(), *words) == 0
+    printed = capsys.readouterr()
+    parsed, _ = map(json.loads, printed.out.splitlines())
+    assert "maps" in printed.err
     assert parsed["source"] == "fünf sechs"
     assert set(parsed["tokens"][0]) == {"piece", "probability", "entropy", "mutual_information", "disagreement"}
     assert (tmp_path / "maps" / "attention-1.png").stat().st_size > 1000

@@ -95,11 +95,6 @@ class StepAttention(AdditiveAttention):
         return context, weights
 
     @property
-    def is_plannable(self) -> bool:
-        """Whether softmax(Φ + bias) are the weights of a step, its noise drawn before: soft and closed-form Bayesian."""
-        return type(self.weights) is BayesianWeights and self.context_noise is None
-
-    @property
     def draws_ahead(self) -> bool:
         """Whether the noise of all steps can be drawn before the first, and KLs and choices noted after the last.
 

@@ -28,10 +28,13 @@ def translate(
     plots: Annotated[Path | None, typer.Option(help="Folder for a picture of the attention of every sentence.")] = None,
 ) -> None:
     """Translate the sentences on standard input, one a line, and show how sure the model is of every word."""
+    import torch
+
     from bayesattn.recipes import load
     from bayesattn.recipes.translation.text import decode_lines
 
     config, vocabulary, model = load("translation", "train").load_run(run)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     sentences = decode_lines(sys.stdin.buffer.read(), "input")
     module = load("translation", "translate")
     found = module.translate(
@@ -54,7 +57,8 @@ def translate(
         drawn = load("translation", "figures").write_attention_maps(
             model, vocabulary, found, plots, num_samples=samples, seed=seed
         )
-        console.print(f"figures: {drawn}", style="dim")
+        # not among the translations, which may be JSON for another program
+        Console(stderr=True, soft_wrap=True).print(f"figures: {drawn}", style="dim", markup=False, highlight=False)
 
 
 def coloured(translation) -> Text:

@@ -37,7 +37,7 @@ SHOWN = (
 def attention_samples(
     model: Translator, source: list[int], target: list[int], num_samples: int, seed: int = 0
 ) -> tuple[Float[Tensor, "s t n"], Float[Tensor, " n"] | None]:
-    """Return the weights along one translation under M draws, and the prior Ψ of a contextual model.
+    """Return the weights along one translation under M draws, and the prior Ψ of a contextual model, for plots: on the CPU.
 
     Args:
         model: In eval mode.
@@ -56,10 +56,9 @@ def attention_samples(
             memory = model.encode(batch["source"].to(device), batch["source_lengths"])
             # the weights of a step are what its context was mixed with: ask the module once more, with the same noise
             seen: list[Tensor] = []
-            hook = None
             bias, noise = model.decoder.plan_noise(memory, len(target))
             if bias is not None:
-                gates = model.decoder.input_gates(model.target_embedding(batch["target_in"].to(device)))
+                gates = model.decoder.input_gates(model.dropout(model.target_embedding(batch["target_in"].to(device))))
                 unrolled = model.decoder.unroll(gates, *memory, bias, noise, model.decoder.plan_dropout(gates))
                 draws.append(attention.planned_weights(unrolled.scores, bias)[0])
             else:
@@ -70,8 +69,8 @@ def attention_samples(
                     hook.remove()
                 draws.append(torch.cat(seen, dim=1)[0])
         if attention.weights.bayes_prior is not None:
-            prior = torch.exp(attention.weights.bayes_prior(memory.values.unsqueeze(1)))[0, 0, 0]
-    return torch.stack(draws), prior
+            prior = torch.exp(attention.weights.bayes_prior(memory.values.unsqueeze(1)))[0, 0, 0].cpu()
+    return torch.stack(draws).cpu(), prior
 
 
 def attention_figure(
