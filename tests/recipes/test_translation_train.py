@@ -274,6 +274,19 @@ def test_cost_has_a_row_for_every_variant(capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_cost_is_that_of_the_precision_a_config_trains_in(precision, monkeypatch, capsys):
+    seen = []
+    forward = torch.nn.Linear.forward
+    monkeypatch.setattr(
+        torch.nn.Linear, "forward", lambda self, x: seen.append(torch.is_autocast_enabled("cpu")) or forward(self, x)
+    )
+    configs = [("soft", load_config("multi30k-soft", [*TINY, f"training.precision={precision}"]))]
+    cost.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=1)
+    assert set(seen) == {precision == "bf16"}
+    capsys.readouterr()
+
+
 def test_paper_sizes_have_the_papers_number_of_parameters():
     from bayesattn.recipes.translation.train import build_model
 

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import torch
-
 from bayesattn.baselines import AttentionChoice
 from bayesattn.bench.harness import Row
+from bayesattn.recipes._experiment import TrainingConfig
 from bayesattn.recipes.translation.cost import measure_costs
 from bayesattn.recipes.translation.train import TranslationConfig
 
@@ -30,20 +29,15 @@ def run(device: str) -> list[Row]:
     """Time the paper's size on a GPU (256 sentences of 16 tokens, bfloat16), a quarter of it on a CPU (32 of 16)."""
     if device == "cpu":
         return _rows(VARIANTS, SMALL, 32, 2000, device)
-    rows = _rows(VARIANTS, TranslationConfig(), 256, 10_000, device, torch.bfloat16)
-    recorded = TranslationConfig(decoder_mode="cuda-graph")
-    return rows + _rows(VARIANTS, recorded, 256, 10_000, device, torch.bfloat16)
+    plain = TranslationConfig(training=TrainingConfig(epochs=1, precision="bf16"))
+    recorded = dataclasses.replace(plain, decoder_mode="cuda-graph")
+    return [row for config in (plain, recorded) for row in _rows(VARIANTS, config, 256, 10_000, device)]
 
 
 def _rows(
-    variants: tuple[str, ...],
-    config: TranslationConfig,
-    num_sentences: int,
-    vocabulary_size: int,
-    device: str,
-    autocast: torch.dtype | None = None,
+    variants: tuple[str, ...], config: TranslationConfig, num_sentences: int, vocabulary_size: int, device: str
 ) -> list[Row]:
     attention = {variant: AttentionChoice(variant, inference_dim=config.encoder_dim) for variant in variants}
     configs = [(variant, dataclasses.replace(config, attention=choice)) for variant, choice in attention.items()]
     sizes = {"num_sentences": num_sentences, "length": 16, "vocabulary_size": vocabulary_size}
-    return measure_costs(configs, **sizes, device=device, autocast=autocast)[0]
+    return measure_costs(configs, **sizes, device=device)[0]

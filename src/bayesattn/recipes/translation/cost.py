@@ -22,7 +22,7 @@ def random_batch(num_sentences: int, length: int, vocabulary_size: int) -> dict[
     return make_batch(*([[*row, END] for row in side] for side in rows))
 
 
-def training_step(model: Translator, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> Callable[[], None]:
+def training_step(model: Translator, batch: dict[str, Any], *, precision: str = "fp32") -> Callable[[], None]:
     """Return a call that makes one optimiser step: forward, backward, clipping and Adam, as in training."""
     device = next(model.parameters()).device
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
@@ -30,7 +30,7 @@ def training_step(model: Translator, batch: dict[str, Any], *, autocast: torch.d
     labels = sum(batch["target_lengths"])
 
     def step() -> None:
-        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None), record_kl() as kl:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"), record_kl() as kl:
             loss = with_score_function(model, lambda: model(**batch), batch["target_out"] != PAD).sum()
         total = loss + kl.total() * len(batch["source_lengths"]) if len(kl) else loss
         (total / labels).backward()
@@ -48,18 +48,16 @@ def measure_costs(
     length: int,
     vocabulary_size: int,
     device: str,
-    autocast: torch.dtype | None = None,
     rounds: int = 11,
 ) -> tuple[list[Row], dict[str, int]]:
     """Time a training step of every config on one batch; returns the rows and the number of parameters, by name.
 
     Args:
-        configs: Named, all with one `decoder_mode`; ratios are to the first.
+        configs: Named, all with one `decoder_mode`, each timed in its own precision; ratios are to the first.
         num_sentences: Of the batch.
         length: Tokens of every sentence.
         vocabulary_size: Tokens.
         device: `cpu` or `cuda`.
-        autocast: Low precision, or None.
         rounds: Turns of every config.
     """
     suite, parameters, calls = Suite("translation", device), {}, {}
@@ -68,7 +66,7 @@ def measure_costs(
         torch.manual_seed(0)
         model = build_model(config, vocabulary_size).to(device).train()
         parameters[name] = sum(parameter.numel() for parameter in model.parameters())
-        calls[name] = training_step(model, batch, autocast=autocast)
+        calls[name] = training_step(model, batch, precision=config.training.precision)
     decoder_mode = configs[0][1].decoder_mode
     mode = "train step" if decoder_mode == "eager" else f"train step, {decoder_mode}"
     # on a CPU one thread, its processor time, in turn: neither drift nor other programs enter the ratios
