@@ -1,6 +1,7 @@
 """The page of translation results, its configs and its cost table show what the committed CSV files hold."""
 
 import csv
+import itertools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -122,3 +123,64 @@ def test_cost_table_is_that_of_the_benchmark():
         median, low, high = (float(graph[part]) for part in ("median_ms", "p20_ms", "p80_ms"))
         ratios = [float(graph["ratio"]), float(plain["ratio"]), float(plain["peak_mib"]) / soft]
         assert cells == [f"{median:.1f} ms ({low:.1f}–{high:.1f})", *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+@pytest.mark.parametrize(("variant", "name"), [("soft", "soft"), ("wc", "BAM-WC")])
+def test_row_of_tatoeba_is_that_of_the_runs(variant, name):
+    runs = grouped(read("tatoeba.csv"), "variant", "test")
+    compared = grouped(read("tatoeba-comparisons.csv"), "variant")[(variant,)]
+    assert table("| attention | seeds | test | − soft |")[name] == [
+        str(len(runs[variant, "test"])),
+        shown(runs[variant, "test"], "bleu"),
+        shown(compared, "difference", sign=True),
+        ", ".join(show_p(float(row["bootstrap_p"])) for row in compared) or "–",
+        shown(runs[variant, "iwslt14-test"], "bleu"),
+        shown(runs[variant, "test"], "chrf"),
+        shown(runs[variant, "test"], "perplexity"),
+        shown(runs[variant, "test"], "token_ece", 3),
+    ]
+
+
+DRAWS = {
+    "soft, none": ("soft", "mean"),
+    "soft, MC dropout": ("soft", "dropout"),
+    "BAM-WC, none": ("wc", "mean"),
+    "BAM-WC, attention": ("wc", "attention"),
+    "BAM-WC, attention and dropout": ("wc", "attention+dropout"),
+    "MC dropout on the weights, none": ("mc-dropout", "mean"),
+    "MC dropout on the weights, all dropout": ("mc-dropout", "dropout"),
+}
+
+
+def test_table_of_draws_is_that_of_the_runs():
+    written = table("| attention, draws | Multi30k: perplexity |")
+    assert set(written) == set(DRAWS)
+    found = [grouped(read(f"{dataset}-calibration.csv"), "variant", "draws") for dataset in ("multi30k", "tatoeba")]
+    for name, key in DRAWS.items():
+        expected = [
+            shown(runs[key], column, digits) if key in runs else ""
+            for runs in found
+            for column, digits in (("perplexity", 2), ("token_ece", 3))
+        ]
+        assert written[name] == expected
+
+
+SIGNALS = {"entropy": "entropy", "−ln p": "nll", "mutual information": "mutual_information", "disagreement": "disagreement"}
+
+
+def test_table_of_uncertainties_is_that_of_the_runs():
+    written = table("| attention, draws, signal | Multi30k: chrF |")
+    assert len(written) == 14
+    found = [grouped(read(f"{dataset}-uncertainty.csv"), "variant", "signal") for dataset in ("multi30k", "tatoeba")]
+    for rows in found:
+        for row in itertools.chain.from_iterable(rows.values()):
+            row["gain"] = float(row["bleu_20%_withheld"]) - float(row["bleu_0%_withheld"])
+    for name, cells in written.items():
+        draws, _, signal = name.rpartition(", ")
+        variant, method = DRAWS.get(draws, ("mc-dropout", "dropout"))
+        key = (variant, f"{method} {SIGNALS[signal]}")
+        assert cells == [
+            shown(runs[key], column, digits) if key in runs else ""
+            for runs in found
+            for column, digits in (("spearman_chrf", 3), ("spearman_bleu", 3), ("gain", 2))
+        ]
