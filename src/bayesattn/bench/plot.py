@@ -21,7 +21,8 @@ def plot_ratios(rows: Sequence[Row]) -> Figure:
         ax.barh(range(len(shown)), [row.ratio for row in shown], color=colors)
         ax.set_yticks(range(len(shown)), [f"{row.case}  {row.provider}" for row in shown], fontsize=8)
         for position, row in enumerate(shown):
-            ax.text(row.ratio, position, f" {row.ratio:.2f}", va="center", fontsize=8)
+            # right of the line at 1, which would cross the number of a shorter bar
+            ax.text(max(row.ratio, 1.0), position, f" {row.ratio:.2f}", va="center", fontsize=8)
         ax.invert_yaxis()
         if max(row.ratio for row in shown) > 3.0:
             ax.set_xscale("log")
