@@ -1,4 +1,4 @@
-"""The tables of docs/results/captioning.md and vqa.md are what the committed CSV files give."""
+"""The tables of docs/results/captioning.md and vqa.md, and of benchmarks/README.md, are what the committed CSV files give."""
 
 import csv
 import re
@@ -10,11 +10,12 @@ from bayesattn.recipes.captioning import reproduce as captioning
 from bayesattn.recipes.vqa import reproduce as vqa
 from bayesattn.recipes.vqa.tables import render
 
-FOLDER = Path(__file__).parents[2] / "docs" / "results"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "results"
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    with (FOLDER / name).open(newline="", encoding="utf-8") as file:
+def rows(name: str, folder: Path = FOLDER) -> list[dict[str, str]]:
+    with (folder / name).open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -76,3 +77,19 @@ def test_the_page_has_the_means_of_the_noisy_validation_questions(name):
         nll = [mean(found, [c], "nll") for c in ("clean", "noise 8x")]
         shown = [*(f"{value:.1f}" for value in (*accuracy, *certain)), *(f"{value:.2f}" for value in nll)]
         assert " | ".join(shown) in page
+
+
+def test_pages_have_the_timed_steps():
+    """Ratios to soft attention of steps as CUDA graphs: a row a model on its own page, and in the README of the benchmarks."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows("seeing.csv", ROOT / "benchmarks" / "results" / "h200"):
+        if row["mode"] == "train step, CUDA graph":
+            found.setdefault(row["case"], {})[row["provider"]] = row
+    assert len(found) == 4
+    benchmarks = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for case, by_provider in found.items():
+        page = (FOLDER / ("vqa.md" if case.startswith("MCAN") else "captioning.md")).read_text(encoding="utf-8")
+        nokl, wc, again = (f"{float(by_provider[name]['ratio']):.2f}" for name in ("BAM-NOKL", "BAM-WC", "soft, again"))
+        soft = float(by_provider["soft"]["median_ms"])
+        assert f"| {soft:.2f} ms | × {nokl} | × {wc} | × {again} |" in page
+        assert f"| {nokl} | **{wc}** | {again} |" in benchmarks
