@@ -1,4 +1,4 @@
-"""The tables of docs/results/captioning.md and vqa.md, and of benchmarks/README.md, are what the committed CSV files give."""
+"""The tables of docs/results/captioning.md, vqa.md and benchmarks/README.md are what the committed CSV files give."""
 
 import csv
 import re
@@ -80,7 +80,7 @@ def test_the_page_has_the_means_of_the_noisy_validation_questions(name):
 
 
 def test_pages_have_the_timed_steps():
-    """Ratios to soft attention of steps as CUDA graphs: a row a model on its own page, and in the README of the benchmarks."""
+    """Ratios to soft attention of steps as CUDA graphs: a row a model on its page, and in the README of the benchmarks."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows("seeing.csv", ROOT / "benchmarks" / "results" / "h200"):
         if row["mode"] == "train step, CUDA graph":

@@ -13,7 +13,8 @@ from PIL import Image
 from bayesattn.recipes._vision.features import StoredRegions
 from bayesattn.recipes.captioning import data as captioning_data
 from bayesattn.recipes.captioning.data import SPLITS, CaptionSplit, load_data, read_token_file
-from bayesattn.recipes.captioning.train import encode_captions, make_batch
+from bayesattn.recipes.captioning.explain import find_subject
+from bayesattn.recipes.captioning.train import encode_captions, load_config, make_batch
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
 from data import shared_data
 
@@ -100,6 +101,16 @@ def test_coco_joins_restval_to_train_and_reads_any_number_of_boxes(tmp_path):
     assert values.shape == (3, 3, CHANNELS)
     assert mask.sum(dim=1).tolist() == [1, 2, 3]
     assert values[2].unique().tolist() == [2.0]
+
+
+def test_photo_of_coco_is_found_by_the_number_in_its_file_name(tmp_path):
+    folder = write_coco(tmp_path)
+    (folder / "images").mkdir()
+    Image.new("RGB", (8, 6), (40, 0, 0)).save(folder / "images" / "COCO_val2014_000000000104.jpg")
+    subject = find_subject(load_config("coco-wc"), "COCO_val2014_000000000104.jpg", tmp_path)
+    assert subject.picture.shape == (6, 8, 3)
+    assert subject.regions.shape == (5, CHANNELS)
+    assert bool((subject.regions == 4.0).all())
 
 
 def test_shapes_need_no_file_and_share_no_image_between_splits():

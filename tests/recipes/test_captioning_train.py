@@ -14,10 +14,11 @@ from bayesattn import record_kl
 from bayesattn.cli import main
 from bayesattn.recipes._vision.features import write_regions
 from bayesattn.recipes.captioning import evaluate as captioning_evaluate
+from bayesattn.recipes.captioning import explain as explain_module
 from bayesattn.recipes.captioning import reproduce as captioning_reproduce
 from bayesattn.recipes.captioning.data import SHAPES_SEED, generate_shapes
 from bayesattn.recipes.captioning.evaluate import predict_run
-from bayesattn.recipes.captioning.explain import explain, find_subject, plot_explanation, prior_weights
+from bayesattn.recipes.captioning.explain import Subject, explain, find_subject, plot_explanation, prior_weights
 from bayesattn.recipes.captioning.reproduce import PAPER, VARIANTS, reproduce
 from bayesattn.recipes.captioning.scoring import bleu
 from bayesattn.recipes.captioning.train import (
@@ -258,6 +259,16 @@ def test_caption_prints_words_and_writes_the_overlay(run, data, call, tmp_path):
     assert "<end>" in streams.out or len(streams.out.splitlines()) > 12
     with Image.open(out) as picture:
         assert picture.width > 500
+
+
+def test_regions_without_places_are_described_without_an_overlay(run, data, call, tmp_path, monkeypatch):
+    name = data.splits["test"].names[0]
+    values, _ = data.regions.gather(data.splits["test"].rows[:1])
+    monkeypatch.setattr(explain_module, "find_subject", lambda *_: Subject(data.picture(name), values[0], None))
+    code, streams = call("caption", run, name, "--out", tmp_path / "overlay.png", "--samples", 2)
+    assert code == 0, streams.err
+    assert "no overlay: the features do not say where their regions are" in streams.out
+    assert not (tmp_path / "overlay.png").exists()
 
 
 def test_mistakes_of_caption_are_one_line(run, call, tmp_path):

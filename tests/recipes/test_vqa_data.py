@@ -3,13 +3,14 @@
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from bayesattn.recipes._vision.annotations import Question
-from bayesattn.recipes.vqa import daquar, vqa2
+from bayesattn.recipes.vqa import ask, daquar, vqa2
 from bayesattn.recipes.vqa.accuracy import soft_accuracy, soft_targets, wordnet, wups
 from bayesattn.recipes.vqa.data import DataConfig, build_vocabulary, load_splits
 from bayesattn.recipes.vqa.train import VQAConfig, VQAExperiment, load_config
@@ -164,7 +165,11 @@ def test_daquar_validation_shares_no_image_with_training():
 # VQA-v2
 
 
-def write_vqa2(folder, *, features=("train", "val"), change=lambda asked, answered: None):
+def coco_name(coco, image):
+    return f"COCO_{coco}_{image:012d}.jpg"
+
+
+def write_vqa2(folder, *, features=("train", "val"), change=lambda asked, answered: None, name=coco_name):
     """Three questions a split about two images in the official layout, with 3 and 5 regions of 6 channels."""
     (folder / "features").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -195,7 +200,7 @@ def write_vqa2(folder, *, features=("train", "val"), change=lambda asked, answer
         (folder / f"v2_mscoco_{coco}_annotations.json").write_text(json.dumps({"annotations": answered}))
         if coco.removesuffix("2014") in features:
             for image, count in zip(images, (3, 5)):
-                np.savez(folder / "features" / f"COCO_{coco}_{image:012d}.jpg.npz", x=rng.random((6, count)))
+                np.savez(folder / "features" / f"{name(coco, image)}.npz", x=rng.random((6, count)))
 
 
 def test_vqa2_pairs_questions_answers_and_features_by_their_ids(tmp_path):
@@ -208,6 +213,15 @@ def test_vqa2_pairs_questions_answers_and_features_by_their_ids(tmp_path):
     assert set(question.answers) <= {"yes", "2", "cat", "no"}
     _, mask = splits["train"].gather(torch.tensor([0, 3]))
     assert mask.sum(dim=1).tolist() == [3, 5]
+
+
+def test_vqa2_features_may_go_by_the_numbers_of_the_images(tmp_path):
+    write_vqa2(tmp_path / "vqa2", name=lambda coco, image: str(image))
+    split = load_splits(DataConfig("vqa2", validation_share=0.0), tmp_path)["test"]
+    assert [split.regions.names[place] for place in split.places.tolist()] == ["19"] * 3 + ["35"] * 3
+    # a question of one's own about a photo of the set finds its features the same way
+    regions, name = ask._find(load_config("vqa2-wc"), Path("COCO_val2014_000000000035.jpg"), None, tmp_path)
+    assert (name, len(regions)) == ("35", 4)
 
 
 def test_vqa2_trains_from_its_official_files(tmp_path):

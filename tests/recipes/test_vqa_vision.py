@@ -6,6 +6,7 @@ import sys
 import tarfile
 import types
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from bayesattn.recipes._vision.features import (
     read_regions,
     write_regions,
 )
-from bayesattn.recipes._vision.ids import positions
+from bayesattn.recipes._vision.ids import find_name, positions
 from bayesattn.recipes._vision.images import ImageSource, read_image
 from bayesattn.recipes._vision.shapes import COLORS, GRID, HUES, color_shares, make_shapes_world, pixel_features
 from bayesattn.runs import write_tensors
@@ -64,6 +65,21 @@ def test_names_that_are_missing_from_the_features_are_listed():
 def test_name_that_occurs_twice_is_refused():
     with pytest.raises(ValueError, match=r"1 names occur twice, 'b' first"):
         positions(["a"], ["a", "b", "b"], what="questions", where="features")
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ("dog.jpg", "dog.jpg"),
+        ("image12.jpg", "image12"),
+        ("COCO_val2014_000000000042.jpg", "42"),
+        ("COCO_train2014_000000100042.jpg", None),
+        ("42.jpg", "42"),
+        ("photo_42.jpg", None),
+    ],
+)
+def test_one_image_is_found_by_its_file_name_or_by_cocos_number(image, name):
+    assert find_name(image, ["dog.jpg", "image12", "42"]) == name
 
 
 def test_quantised_grid_features_are_read_as_they_were_written(tmp_path):
@@ -120,21 +136,42 @@ def test_npz_image_without_a_region_names_itself(tmp_path):
         NpzFolder([tmp_path]).gather(torch.tensor([0, 1]))
 
 
-def test_h5_features_need_h5py_or_read_the_same(tmp_path):
-    path = tmp_path / "features.h5"
-    try:
-        import h5py
-    except ModuleNotFoundError:
-        with pytest.raises(ValueError, match="needs the package 'h5py'"):
-            H5Regions(path)
-        return
-    with h5py.File(path, "w") as file:
-        file["image_ids"] = [9, 5]
-        file["image_features"] = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-        file["num_boxes"] = [3, 1]
-    values, mask = H5Regions(path).gather(torch.tensor([1, 0, 1]))
+def h5_file(monkeypatch, **datasets):
+    """Let arrays stand in for the data sets of an HDF5 file, whose package is not always installed."""
+    whole = {"image_ids": np.array([9, 5]), "image_features": np.arange(24, dtype=np.float32).reshape(2, 3, 4), **datasets}
+    monkeypatch.setitem(sys.modules, "h5py", types.SimpleNamespace(File=lambda path, mode: whole))
+    return Path("features.h5")
+
+
+def test_h5_features_come_with_the_number_of_their_regions(monkeypatch):
+    boxes = np.zeros((2, 3, 4))
+    boxes[1, 0] = [0.0, 0.0, 0.5, 0.25]
+    regions = H5Regions(h5_file(monkeypatch, num_boxes=np.array([3, 1]), boxes=boxes))
+    values, mask = regions.gather(torch.tensor([1, 0, 1]))
+    assert regions.names == ["9", "5"]
     assert mask.sum(dim=1).tolist() == [1, 3, 1]
     assert values[:, 0, 0].tolist() == [12.0, 0.0, 12.0]
+    assert regions.boxes(1).tolist() == [[0.0, 0.0, 0.5, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [
+        ({"num_boxes": np.array([3, 0])}, "images without a region: '5'"),
+        ({"num_boxes": np.array([4, 1])}, "num_boxes of '9' is 4; it has 3"),
+        ({"image_ids": np.array([9, 5, 1])}, "3 ids for 2 images"),
+        ({"image_features": np.zeros((2, 12))}, r"image_features has shape \(2, 12\)"),
+    ],
+)
+def test_h5_features_that_do_not_fit_are_refused(datasets, message, monkeypatch):
+    with pytest.raises(ValueError, match=message):
+        H5Regions(h5_file(monkeypatch, **datasets))
+
+
+def test_h5_features_without_h5py_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ValueError, match="needs the package 'h5py'"):
+        H5Regions(tmp_path / "features.h5")
 
 
 def test_npz_image_with_two_files_is_refused(tmp_path):

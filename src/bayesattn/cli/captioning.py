@@ -46,5 +46,8 @@ def caption(
     console.print(table)
     drawn = f"{samples} draws of {found.drawn}" if found.drawn else "nothing to draw: posterior mean only"
     console.print(f"{drawn}; p-value: paired t-test of the two most probable words", highlight=False)
+    if subject.grid is None and subject.boxes is None:
+        console.print("no overlay: the features do not say where their regions are", soft_wrap=True)
+        return
     explain.write_overlay(subject, found, out)
     console.print(f"overlay: {out}", soft_wrap=True)

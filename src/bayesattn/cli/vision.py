@@ -41,6 +41,9 @@ def ask(
     console.print(escape(line), highlight=False, soft_wrap=True)
     if answer.unknown:
         console.print(escape(f"unknown words: {', '.join(answer.unknown)}"), highlight=False, soft_wrap=True)
+    if answer.grid is None and answer.boxes is None:
+        console.print("no overlay: the features do not say where their regions are", soft_wrap=True)
+        return
     path = Path(f"{image.stem}-attention.png") if out is None else out
     answer.draw(path, f"{question} {line}")
     console.print(f"overlay: {escape(str(path))}", highlight=False, soft_wrap=True)

@@ -222,7 +222,10 @@ class H5Regions(Regions):
             raise ValueError(f"features {path} lack {missing}; allowed: image_ids and image_features")
         raw = self._file["image_ids"][()]
         self.names = [value.decode() if isinstance(value, bytes) else str(value) for value in raw.tolist()]
-        images, self._num_regions, self.dim = self._file["image_features"].shape
+        shape = self._file["image_features"].shape
+        if len(shape) != 3:
+            raise ValueError(f"features {path}: image_features has shape {shape}; allowed: (images, regions, channels)")
+        images, self._num_regions, self.dim = shape
         counts = self._file["num_boxes"][()] if "num_boxes" in self._file else np.full(images, self._num_regions)
         self._counts = torch.from_numpy(np.asarray(counts).astype(np.int64))
         if len(self.names) != images or len(self._counts) != images:
@@ -230,6 +233,9 @@ class H5Regions(Regions):
         if images and int(self._counts.min()) < 1:
             empty = self.names[int(self._counts.argmin())]
             raise ValueError(f"images without a region: {empty!r}; allowed: at least one region each")
+        if images and int(self._counts.max()) > self._num_regions:
+            most, name = int(self._counts.max()), self.names[int(self._counts.argmax())]
+            raise ValueError(f"features {path}: num_boxes of {name!r} is {most}; it has {self._num_regions}")
 
     def gather(self, indices: Int[Tensor, " b"]) -> tuple[Float[Tensor, "b r d"], Bool[Tensor, "b r"]]:
         """Read these images; HDF5 wants rising indices without repetition, so they are put back in order afterwards."""

@@ -1,6 +1,8 @@
 """Pair annotations with features by the name of their image, or say which names do not fit."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
@@ -31,3 +33,23 @@ def positions(wanted: Sequence[str], available: Sequence[str], *, what: str, whe
             f"{', '.join(map(repr, missing[:3]))}{', …' if len(missing) > 3 else ''}; the {where} have {len(index)} images"
         )
     return torch.tensor([index[name] for name in wanted], dtype=torch.int64)
+
+
+def find_name(image: str, available: Sequence[str]) -> str | None:
+    """Return the name under which one image goes in `available`, or None.
+
+    Its file name, the same without its suffix, or the number that COCO's file names end in.
+
+    Example:
+        >>> find_name("COCO_val2014_000000000042.jpg", ["7", "42"])
+        '42'
+    """
+    number = coco_number(image)
+    candidates = (image, Path(image).stem, *(() if number is None else (number,)))
+    return next((name for name in candidates if name in available), None)
+
+
+def coco_number(image: str) -> str | None:
+    """Return the number in a file name of COCO (`COCO_val2014_000000000042.jpg`), or None for other names."""
+    found = re.fullmatch(r"COCO_\w+_0*(\d+)(?:\.jpg)?", image)
+    return None if found is None else found[1]

@@ -115,7 +115,7 @@ def load_flickr8k(folder: Path) -> CaptionData:
 
 
 def load_coco(folder: Path) -> CaptionData:
-    """Read `dataset_coco.json` (Karpathy's split; `restval` is training data) and `cocobu_att/IMAGE_ID.npz`."""
+    """Read `dataset_coco.json` (Karpathy; `restval` is training), `cocobu_att/IMAGE_ID.npz` and, if there, `images/`."""
     path = folder / "dataset_coco.json"
     places = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
     names: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -127,7 +127,8 @@ def load_coco(folder: Path) -> CaptionData:
             captions.setdefault(name, []).extend(str(sentence["raw"]) for sentence in image["sentences"])
     except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not Karpathy's split of COCO: {type(error).__name__}: {error}") from None
-    return pair(names, captions, BottomUpFolder(folder / "cocobu_att"))
+    images = ImageSource(folder / "images") if (folder / "images").is_dir() else None
+    return pair(names, captions, BottomUpFolder(folder / "cocobu_att"), images)
 
 
 def pair(

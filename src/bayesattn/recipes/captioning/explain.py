@@ -13,6 +13,7 @@ from bayesattn.metrics import entropy, top_two_p_value
 from bayesattn.plots import plot_overlay
 from bayesattn.predict import predict
 from bayesattn.recipes._vision.features import read_regions
+from bayesattn.recipes._vision.ids import find_name
 from bayesattn.recipes._vision.images import read_image
 from bayesattn.recipes._vision.shapes import GRID, pixel_features
 from bayesattn.recipes.captioning.data import CaptionData, load_data
@@ -85,12 +86,13 @@ def find_subject(
     if features is None:
         known = data if isinstance(data, CaptionData) else load_data(config.dataset, data)
     regions = known.regions if known is not None else read_regions(features)  # type: ignore[arg-type]
-    if path.name not in regions.names:
+    name = find_name(path.name, regions.names)
+    if name is None:
         raise ValueError(
             f"image is {image!r}, which has no features here; allowed: one of {len(regions)} images that have, or a file of "
             "`bayesattn features` with this one (--features)"
         )
-    row = regions.names.index(path.name)
+    row = regions.names.index(name)
     values, mask = regions.gather(torch.tensor([row]))
     picture = read_image(path) if known is None or path.exists() else known.picture(path.name)
     return Subject(picture, values[0][mask[0]], regions.grid, regions.boxes(row))

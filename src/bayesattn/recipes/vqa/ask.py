@@ -12,6 +12,7 @@ from bayesattn.metrics import top_two_p_value
 from bayesattn.plots import plot_overlay
 from bayesattn.predict import predict
 from bayesattn.recipes._vision.features import Regions, read_regions
+from bayesattn.recipes._vision.ids import find_name
 from bayesattn.recipes._vision.images import read_image
 from bayesattn.recipes._vision.shapes import GRID, pixel_features
 from bayesattn.recipes.vqa.attend import attention_maps
@@ -173,7 +174,7 @@ def _picture(config: VQAConfig, image: Path, data: Path | None) -> UInt8[Tensor,
 
 
 def _find(config: VQAConfig, image: Path, features: Path | None, data: Path | None) -> tuple[Regions, str]:
-    """Return the features that hold a picture, and its name in them: the file name, or without its suffix."""
+    """Return the features that hold a picture, and its name in them."""
     if features is None and data is None:
         raise ValueError(
             f"no features for {image.name}: give --features, a file of `bayesattn features`, or --data, the folder with "
@@ -185,7 +186,7 @@ def _find(config: VQAConfig, image: Path, features: Path | None, data: Path | No
         assert data is not None
         folder = data / config.data.dataset
         regions, where = FOLDERS[config.data.dataset].read_regions(folder), str(folder)
-    for name in (image.name, image.stem):
-        if name in regions.names:
-            return regions, name
-    raise ValueError(f"{image.name} is not among the {len(regions)} images of {where}")
+    name = find_name(image.name, regions.names)
+    if name is None:
+        raise ValueError(f"{image.name} is not among the {len(regions)} images of {where}")
+    return regions, name

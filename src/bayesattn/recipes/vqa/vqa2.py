@@ -15,6 +15,7 @@ from typing import Any
 
 from bayesattn.recipes._vision.annotations import Question
 from bayesattn.recipes._vision.features import H5Regions, NpzFolder, Regions
+from bayesattn.recipes._vision.ids import coco_number
 from bayesattn.recipes._vision.images import ImageSource
 from bayesattn.recipes.vqa.vocabulary import normalize_answer
 
@@ -70,7 +71,8 @@ def read_regions(folder: Path) -> Regions:
 
 def feature_name(image: str, regions: Regions) -> str:
     """Return the name of an image in the features: COCO's file name, or its number where the features go by numbers."""
-    return str(int(image.rsplit("_", 1)[1].removesuffix(".jpg"))) if regions.names[0].isdigit() else image
+    number = coco_number(image) if regions.names[0].isdigit() else None
+    return image if number is None else number
 
 
 def read_images(folder: Path) -> ImageSource:
