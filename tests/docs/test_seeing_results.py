@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from bayesattn.recipes.captioning import reproduce as captioning
+from bayesattn.recipes.captioning import train as captioning_train
 from bayesattn.recipes.vqa import reproduce as vqa
+from bayesattn.recipes.vqa import train as vqa_train
 from bayesattn.recipes.vqa.tables import render
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +95,41 @@ def test_pages_have_the_timed_steps():
         soft = float(by_provider["soft"]["median_ms"])
         assert f"| {soft:.2f} ms | × {nokl} | × {wc} | × {again} |" in page
         assert f"| {nokl} | **{wc}** | {again} |" in benchmarks
+
+
+CONFIGS = {"captioning": captioning_train.CONFIGS, "vqa": vqa_train.CONFIGS}
+# of the test images and questions, the latter with clean features
+SHOWN = {"captioning": ("BLEU-4", "CIDEr"), "vqa": ("clean accuracy", "clean pavpu_05")}
+
+
+def measured_lines(recipe: str) -> dict[str, str]:
+    """Return the line that the header of a config has for its row of the table, by the name of the config."""
+    found: dict[str, dict[str, list[float]]] = {}
+    if recipe == "captioning":
+        names = {shown: variant for variant, shown in captioning.VARIANTS.items()}
+        for row in rows("captioning.csv"):
+            if "beams" in row["search"]:
+                values = found.setdefault(f"{row['dataset']}-{names[row['variant']]}", {})
+                for name in SHOWN[recipe]:
+                    values.setdefault(name, []).append(float(row[name]))
+        texts = {"BLEU-4": "BLEU-4 {:.1f}", "CIDEr": "CIDEr {:.1f} with beams"}
+    else:
+        for row in rows("vqa.csv"):
+            if row["measure"] in SHOWN[recipe]:
+                values = found.setdefault(f"{row['dataset']}-{row['variant']}", {})
+                values.setdefault(row["measure"], []).append(100.0 * float(row["value"]))
+        texts = {"clean accuracy": "accuracy {:.1f}", "clean pavpu_05": "PAvPU {:.1f} on clean features"}
+
+    def line(values: dict[str, list[float]]) -> str:
+        means = ", ".join(text.format(sum(values[name]) / len(values[name])) for name, text in texts.items())
+        return f"# Measured: {means}; mean of seeds 0 to {len(values[SHOWN[recipe][0]]) - 1} (docs/results/{recipe}.md)."
+
+    return {name: line(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_configs_say_what_was_measured_and_nothing_else(recipe):
+    expected = measured_lines(recipe)
+    for path in sorted(CONFIGS[recipe].glob("*.yaml")):
+        said = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# Measured: ")]
+        assert said == ([expected[path.stem]] if path.stem in expected else []), path.name
