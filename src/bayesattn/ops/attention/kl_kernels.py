@@ -19,7 +19,7 @@ NUM_STATS = tl.constexpr(3)
 
 
 @triton.jit
-def _log_gamma_1p(x):
+def log_gamma_1p(x):
     """Return ln Γ(1 + x) for x ≥ 0: Stirling's series at x + 5, where it has float32's precision, and back by recurrence."""
     z = x + 5.0
     inverse = 1.0 / z
@@ -30,14 +30,39 @@ def _log_gamma_1p(x):
 
 
 @triton.jit
-def _digamma_1p(x):
-    """Return ψ(1 + x) for x ≥ 0, the derivative of `_log_gamma_1p`."""
+def digamma_1p(x):
+    """Return ψ(1 + x) for x ≥ 0, the derivative of `log_gamma_1p`."""
     z = x + 5.0
     inverse = 1.0 / z
     square = inverse * inverse
     series = 0.5 * inverse + square * (1.0 / 12.0 - square * (1.0 / 120.0 - square * (1.0 / 252.0)))
     steps = 1.0 / (x + 1.0) + 1.0 / (x + 2.0) + 1.0 / (x + 3.0) + 1.0 / (x + 4.0)
     return tl.log(z) - series - steps
+
+
+@triton.jit
+def key_term(alpha, log_alpha, slope, constant):
+    """Return c of a key, as `divergences.weibull_gamma_key_term` has it."""
+    return alpha * slope + log_gamma_1p(alpha) - log_alpha + constant
+
+
+@triton.jit
+def key_term_slope(alpha, slope):
+    """Return dc/d ln α."""
+    return alpha * (slope + digamma_1p(alpha)) - 1.0
+
+
+@triton.jit
+def row_mass(lse, log_beta, log_cap, cap):
+    """Return R = β exp(LSE) of a row, a straight line beyond the cap, as `kl.capped_exp` has it."""
+    x = lse + log_beta
+    return tl.where(x < log_cap, tl.exp(tl.minimum(x, log_cap)), cap * (1.0 + x - log_cap))
+
+
+@triton.jit
+def row_mass_slope(lse, log_beta, log_cap):
+    """Return dR/dLSE."""
+    return tl.exp(tl.minimum(lse + log_beta, log_cap))
 
 
 @triton.jit
@@ -72,9 +97,7 @@ def weibull_kl_kernel(
         lse = tl.load(LSE + row * M + r, mask=r < M, other=0.0)
         lses += lse
         if RAW:
-            x = lse + log_beta
-            mass = tl.where(x < log_cap, tl.exp(tl.minimum(x, log_cap)), cap * (1.0 + x - log_cap))
-            rows += tl.where(r < M, mass, 0.0)
+            rows += tl.where(r < M, row_mass(lse, log_beta, log_cap, cap), 0.0)
     query_sum, total_lse = tl.sum(queries, 0), tl.sum(lses, 0)
     entries, alphas, used_keys = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     keys = tl.zeros([BLOCK, BD], tl.float32)
@@ -90,8 +113,7 @@ def weibull_kl_kernel(
         )
         column = tl.sum(k * query_sum[None, :], 1) * scale
         tl.store(COLUMNS + row * N + r, column, mask=r < N)
-        key_term = alpha * slope + _log_gamma_1p(alpha) - log_alpha + constant
-        entries += tl.where(used, M * key_term - alpha * column, 0.0)
+        entries += tl.where(used, M * key_term(alpha, log_alpha, slope, constant) - alpha * column, 0.0)
         alphas += alpha
         used_keys += tl.where(used, 1.0, 0.0)
         keys += alpha[:, None] * k
@@ -137,7 +159,7 @@ def weibull_prepare_kernel(
     grad = tl.load(grads + r[:, None] * stride_gm + rv[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(DELTA + row * M + r, tl.sum(out * grad, 1), mask=r < M)
     if RAW:
-        slope_of_row = tl.exp(tl.minimum(tl.load(LSE + row * M + r, mask=r < M, other=0.0) + log_beta, log_cap))
+        slope_of_row = row_mass_slope(tl.load(LSE + row * M + r, mask=r < M, other=0.0), log_beta, log_cap)
     else:
         slope_of_row = tl.zeros([BLOCK], tl.float32) + total_alpha
     tl.store(GRAD_LSE + row * M + r, slope_of_row * pull, mask=r < M)
@@ -155,7 +177,8 @@ def weibull_prepare_kernel(
     alpha = tl.where(used, tl.exp(log_alpha), 0.0)
     tl.store(GRAD_COLUMNS + row * N + r, -alpha * pull, mask=r < N)
     if HAS_PRIOR:
-        inner = M * (slope + _digamma_1p(alpha)) - tl.load(COLUMNS + row * N + r, mask=used, other=0.0)
+        products = -tl.load(COLUMNS + row * N + r, mask=used, other=0.0)
         if not RAW:
-            inner += total_lse
-        tl.store(GRAD_PRIOR + row * N + r, tl.where(used, (alpha * inner - M) * pull, 0.0), mask=r < N)
+            products += total_lse
+        grad_prior = M * key_term_slope(alpha, slope) + alpha * products
+        tl.store(GRAD_PRIOR + row * N + r, tl.where(used, grad_prior * pull, 0.0), mask=r < N)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesattn.config import AttentionConfig
 from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
 from bayesattn.ops.attention import kl_kernels
 from bayesattn.ops.attention.kl import LOG_ROW_CAP
@@ -50,6 +51,26 @@ class Divergence(NamedTuple):
     score_form: str
     reduction: str
 
+    @classmethod
+    def of(cls, config: AttentionConfig) -> "Divergence":
+        """Return what the KL takes from a config."""
+        forms = (str(config.alpha_form), str(config.score_form), str(config.kl_reduction))
+        return cls(config.weibull_k, config.gamma_beta, config.gamma_alpha, *forms)
+
+    def numbers(self, has_prior: bool) -> dict[str, float]:
+        """What the kernels of the KL take: α's shift, slope and constant of a key's term, β, its logarithm, the cap."""
+        log_beta = math.log(self.gamma_beta)
+        shift = log_beta if self.alpha_form == "beta_psi" else 0.0
+        return {
+            "log_alpha_shift": shift if has_prior else math.log(self.gamma_alpha),
+            "slope": EULER_GAMMA / self.weibull_k + log_gamma_1p_inverse(self.weibull_k) - log_beta,
+            "constant": math.log(self.weibull_k) - EULER_GAMMA - 1.0,
+            "beta": self.gamma_beta,
+            "log_beta": log_beta,
+            "log_cap": LOG_ROW_CAP,
+            "cap": math.exp(LOG_ROW_CAP),
+        }
+
 
 class Problem(NamedTuple):
     """All that decides about the launches of a call: they are put together once and found again by it."""
@@ -75,16 +96,9 @@ class Problem(NamedTuple):
         return (*((0, 0) if self.prior is None else self.prior.strides[:2]), self.key.shape[2] if self.has_valid else 0)
 
     @property
-    def shared(self) -> dict[str, float]:
-        """What both kernels of the KL take, as numbers: ln β, α's shift and slope, the cap."""
-        given, log_beta = self.divergence, math.log(self.divergence.gamma_beta)
-        shift = log_beta if given.alpha_form == "beta_psi" else 0.0
-        return {
-            "log_alpha_shift": math.log(given.gamma_alpha) if self.prior is None else shift,
-            "slope": EULER_GAMMA / given.weibull_k + log_gamma_1p_inverse(given.weibull_k) - log_beta,
-            "log_beta": log_beta,
-            "log_cap": LOG_ROW_CAP,
-        }
+    def numbers(self) -> dict[str, float]:
+        """What the kernels of the KL take as numbers."""
+        return self.divergence.numbers(self.prior is not None)
 
     @property
     def switches(self) -> dict[str, bool]:
@@ -98,14 +112,13 @@ def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
     """Return the launches of attention and of its KL."""
     query, key, value, given, scale = problem.query, problem.key, problem.value, problem.divergence, problem.scale
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
-    shared, bd = problem.shared, padded(d)
+    bd = padded(d)
     # a short head has no loop worth filling: less memory a program, more of them at once
     is_short, most = max(m, n) <= SHORT, max(16, TILE // bd)
     attend = forward_launch(query, key, value, problem.mask, None, problem.noise, scale, False, True)
     divergence = prepared(
         kl_kernels.weibull_kl_kernel, (b * h,), *query.strides[:3], *key.strides[:3], *problem.strides, h, h // hk, m, n, d,
-        scale, shared["log_alpha_shift"], shared["slope"], math.log(given.weibull_k) - EULER_GAMMA - 1.0, given.gamma_beta,
-        shared["log_beta"], shared["log_cap"], math.exp(LOG_ROW_CAP), **problem.switches,
+        scale, *problem.numbers.values(), **problem.switches,
         PER=DIVIDE[given.reduction], BLOCK=min(most // 2, padded(max(m, n))) if is_short else most, BD=bd,
         # what is in flight fits into the shared memory of smaller GPUs, too
         STAGES=1 if is_short else 3 if query.dtype.itemsize == 2 else 2, num_warps=4 if is_short else 8,
@@ -119,9 +132,10 @@ def _backward_launches(
 ) -> tuple[Launch, Launch, Launch | None]:
     """Return the launches of what all gradients need, of those of key and value, and of the query's."""
     (b, h, m, d), n, dv = problem.query.shape, problem.key.shape[2], problem.value.shape[-1]
+    shared = (problem.numbers[name] for name in ("log_alpha_shift", "slope", "log_beta", "log_cap"))
     prepare = prepared(
         kl_kernels.weibull_prepare_kernel, (blocks_of(max(m, n), PREPARE_ROWS), b * h), *grad.strides[:3], stride_kl,
-        *problem.strides, h, m, n, d, dv, problem.scale, *problem.shared.values(), **problem.switches, ONE_PASS=in_one_pass,
+        *problem.strides, h, m, n, d, dv, problem.scale, *shared, **problem.switches, ONE_PASS=in_one_pass,
         BLOCK=PREPARE_ROWS, BD=padded(d), BDV=padded(dv),
     )  # fmt: skip
     gradients = gradient_launches(

@@ -46,16 +46,15 @@ def weibull_attention(
     """Return the output of one sample and the KL of each example."""
     b, _, _, n = allowed.shape
     valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
-    forms = (str(config.alpha_form), str(config.score_form), str(config.kl_reduction))
-    numbers = (config.weibull_k, config.gamma_beta, config.gamma_alpha)
+    divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
         prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
         out, kl, *_ = weibull_forward(
-            query, key, value, prior, valid, seed, [*numbers, strength, scale, dropout], " ".join(forms)
+            query, key, value, prior, valid, seed, [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
         )
         return out, kl
     noise = Noise(True, strength, dropout, seed.ndim > 0)
-    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, Divergence(*numbers, *forms), noise, scale)
+    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, divergence, noise, scale)
 
 
 class _WeibullAttention(torch.autograd.Function):

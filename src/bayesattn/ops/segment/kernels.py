@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from bayesattn.ops.attention.draws import LN_2, LOG2_E, ROUNDS, draw, fast_exp2
+from bayesattn.ops.attention.kl_kernels import key_term_slope
 
 
 @triton.jit
@@ -60,9 +61,12 @@ def edge_forward_kernel(
     SCORES, VALUE, PRIOR, SEED, SOURCE, NUMBERS, BEGIN, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
     H, D, strength, constant,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    MOMENTS: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target."""
+    """Output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target.
+
+    The clean log-sum-exp of a row without edges is 0; but where rows are SPLIT into runs, that of an empty run is −inf.
+    """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
     heads, rd = head + tl.arange(0, HB), tl.arange(0, BD)
@@ -109,35 +113,35 @@ def edge_forward_kernel(
     tl.store(LSE + row, tl.where(has_edge, top + tl.log2(tl.where(has_edge, total, 1.0)), -float("inf")), mask=is_head)
     if CLEAN:
         lse = (clean_top + tl.log2(tl.where(has_edge, clean, 1.0))) * LN_2
-        tl.store(CLEAN_LSE + row, tl.where(has_edge, lse, -float("inf")), mask=is_head)
+        tl.store(CLEAN_LSE + row, tl.where(has_edge, lse, -float("inf") if SPLIT else 0.0), mask=is_head)
     if MOMENTS:
         tl.store(FIRST + row, first, mask=is_head)
         tl.store(SECOND + row, second, mask=is_head)
 
 
 @triton.jit
-def _gather(ROWS, node, heads, inside, H, USE: tl.constexpr, BE: tl.constexpr, HB: tl.constexpr):
-    if USE:
-        return tl.load(ROWS + node.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
-    else:
-        return tl.zeros([BE, HB], tl.float32)
+def _gather(ROWS, node, heads, inside, H):
+    return tl.load(ROWS + node.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def edge_backward_kernel(
     SCORES, VALUE, PRIOR, SEED, TARGET, NUMBERS, POSITIONS, NODES, BEGIN, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST,
     GRAD_SECOND, GRAD_SCORES, GRAD_VALUE, GRAD_PRIOR,
-    H, D, strength, constant,
+    H, D, strength, constant, slope,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    MOMENTS: tl.constexpr, KIND: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr, SPLIT: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """dΦ of one run of edges out of a source, and what the run adds to the source's dV and prior gradient.
 
-    Every edge belongs to one run, so nothing is added atomically: dΦ_e is stored where the edge stands.
+    Every edge belongs to one run, so nothing is added atomically: dΦ_e is stored where the edge stands. Where the Weibull KL
+    is FUSED, the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores): GRAD_SECOND is that one
+    number, and GRAD_PRIOR becomes the gradient of ln α, c's own included.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
-    node = tl.load(NODES + run).to(tl.int64)
+    node = (tl.load(NODES + run) if SPLIT else run).to(tl.int64)
     heads, rd = head + tl.arange(0, HB), tl.arange(0, BD)
     is_head, is_feature = heads < H, rd < D
     seed = tl.load(SEED)
@@ -147,6 +151,8 @@ def edge_backward_kernel(
     )
     acc = tl.zeros([HB, BD], tl.float32)
     acc_prior = tl.zeros([HB], tl.float32)
+    if FUSED:
+        pull = tl.load(GRAD_SECOND)
     for start in range(begin, end, BE):
         place = start + tl.arange(0, BE)
         is_edge = place < end
@@ -162,23 +168,27 @@ def edge_backward_kernel(
         pointers = GRAD + (target.to(tl.int64)[:, None] * H + heads[None, :])[:, :, None] * D + rd[None, None, :]
         grad = tl.load(pointers, mask=inside[:, :, None] & is_feature[None, None, :], other=0.0).to(tl.float32)
         acc += tl.sum(weights[:, :, None] * grad, 0)
-        delta = _gather(DELTA, target, heads, inside, H, True, BE, HB)
+        delta = _gather(DELTA, target, heads, inside, H)
         grad_scores = weights * (tl.sum(grad * value[None, :, :], 2) - delta)
         if CLEAN:
             clean = tl.load(CLEAN_LSE + target.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=float("inf"))
-            grad_lse = _gather(GRAD_LSE, target, heads, inside, H, True, BE, HB)
+            grad_lse = _gather(GRAD_LSE, target, heads, inside, H)
             grad_scores += fast_exp2((scores - clean) * LOG2_E, FAST) * grad_lse
         if MOMENTS:
             prior = _prior(PRIOR, tl.zeros([BE], tl.int64) + node, position, heads, inside, constant, H, KIND, BE, HB)
-            grad_first = _gather(GRAD_FIRST, target, heads, inside, H, True, BE, HB)
-            grad_second = _gather(GRAD_SECOND, target, heads, inside, H, True, BE, HB)
-            if WEIBULL:
-                grad_scores += prior * grad_second
-                grad_prior = grad_first + scores * grad_second
+            if FUSED:
+                grad_scores -= prior * pull
+                grad_prior = -pull * scores if RAW else pull * (clean - scores)
             else:
-                slope = grad_first + 2.0 * (scores - prior) * grad_second
-                grad_scores += slope
-                grad_prior = -slope
+                grad_first = _gather(GRAD_FIRST, target, heads, inside, H)
+                grad_second = _gather(GRAD_SECOND, target, heads, inside, H)
+                if WEIBULL:
+                    grad_scores += prior * grad_second
+                    grad_prior = grad_first + scores * grad_second
+                else:
+                    tilt = grad_first + 2.0 * (scores - prior) * grad_second
+                    grad_scores += tilt
+                    grad_prior = -tilt
             if KIND == 1:
                 acc_prior += tl.sum(tl.where(inside, grad_prior, 0.0), 0)
             if KIND == 2:
@@ -191,4 +201,7 @@ def edge_backward_kernel(
         mask=is_head[:, None] & is_feature[None, :],
     )
     if KIND == 1:
+        if FUSED:
+            alpha = tl.load(PRIOR + row, mask=is_head, other=0.0)
+            acc_prior = alpha * acc_prior + pull * (end - begin).to(tl.float32) * key_term_slope(alpha, slope)
         tl.store(GRAD_PRIOR + place, acc_prior, mask=is_head)

@@ -14,6 +14,8 @@ LONGEST_RUN = 512
 TILE = 1024
 ENTRIES_PER_WARP = 1024
 LONG_ROW = 64
+# entries of a tile of the backward pass's preparation
+PREPARE_TILE = 2048
 
 Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"] | None]
 
@@ -59,6 +61,12 @@ def split_rows(pointers: Int32[Tensor, " n1"], num_edges: int, longest: int) -> 
     return torch.cat([begin, begin.new_full((1,), num_edges)]).to(torch.int32), nodes.to(torch.int32)
 
 
-def kernel_constants(value: Tensor, **switches: object) -> dict:
+def kernel_constants(heads: int, features: int, dtype: torch.dtype, **switches: object) -> dict:
     """Return what a kernel is compiled for: tile sizes, switches and precision."""
-    return {**blocks(*value.shape[1:]), **switches, "FAST": value.dtype != torch.float32 and not INTERPRETED}
+    return {**blocks(heads, features), **switches, "FAST": dtype != torch.float32 and not INTERPRETED}
+
+
+def prepare_blocks(features: int) -> dict[str, int]:
+    """Return the tile of the kernel that multiplies rows of features."""
+    bd = _power_of_two(features)
+    return {"BLOCK": max(1, PREPARE_TILE // bd), "BD": bd}

@@ -15,11 +15,9 @@ from torch.autograd.function import once_differentiable
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
-from bayesattn.ops.attention.launch import blocks_of
-from bayesattn.ops.launch import prepared
-from bayesattn.ops.segment import kernels
+from bayesattn.ops.segment import passes, weibull_node
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.launch import kernel_constants, runs
+from bayesattn.ops.segment.passes import CONSTANT, PER_EDGE, PER_SOURCE, Draw, Indices, indices_of
 from bayesattn.ops.segment.reference import (
     EdgeAttention,
     PriorScope,
@@ -30,9 +28,6 @@ from bayesattn.ops.segment.reference import (
     weibull_rows,
     zero_where_unused,
 )
-
-# what `prior` of the operators is: one number for all, a row per source, a row per edge
-CONSTANT, PER_SOURCE, PER_EDGE = 0, 1, 2
 
 
 def attention(
@@ -50,25 +45,42 @@ def attention(
     """Return output and KL of one draw, and its weights if asked for, which then cost what the reference costs."""
     phi = scores.to(torch.float32)
     seed = noise.draw_seed(scores.device) if seed is None else noise.as_seed(seed, 1, scores.device)
-    weibull = config.family == "weibull"
-    strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
+    if need_kl and weibull_node.is_one_node(log_prior, prior_scope, config):
+        output, kl = weibull_node.weibull_attention(phi, value, log_prior, edges, config, seed)
+    else:
+        output, kl = _attention(phi, value, edges, config, log_prior if need_kl else None, prior_scope, seed, need_kl)
+    weights = sample_weights(phi, edges, seed, config) if need_weights else None
+    return EdgeAttention(output.to(value.dtype), weights, weights, kl)
+
+
+def _attention(
+    phi: Float[Tensor, "e h"],
+    value: Float[Tensor, "n h d"],
+    edges: Edges,
+    config: AttentionConfig,
+    log_prior: Float[Tensor, "n h"] | None,
+    prior_scope: PriorScope,
+    seed: Tensor,
+    need_kl: bool,
+) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"] | None]:
+    """Return output and KL, the KL by torch operations on what the kernels return of every row."""
+    is_weibull = config.family == "weibull"
+    strength = 1.0 / config.weibull_k if is_weibull else config.sigma_q * math.log2(math.e)
     if log_prior is not None:
         log_prior = zero_where_unused(log_prior.to(torch.float32), edges)
         if prior_scope == "neighbourhood":
             log_prior = edge_log_prior(log_prior, edges)
     prior, constant = _prior(phi, log_prior, config) if need_kl else (None, 0.0)
     kind = CONSTANT if prior is None else PER_EDGE if prior_scope == "neighbourhood" else PER_SOURCE
-    need_lse = need_kl and (weibull or config.score_form == "log_softmax")
+    need_lse = need_kl and (is_weibull or config.score_form == "log_softmax")
     fused = edge_attention_forward if torch.compiler.is_compiling() else _FusedEdgeAttention.apply
     output, _, lse, first, second = fused(
-        phi, value, prior, seed, *_indices(edges), weibull, strength, constant, kind, need_lse, need_kl
+        phi, value, prior, seed, *indices_of(edges), is_weibull, strength, constant, kind, need_lse, need_kl
     )
-    kl = None
-    if need_kl:
-        total = _weibull_total if weibull else _lognormal_total
-        kl = reduce_kl(total(first, second, lse, log_prior, kind, edges, config), edges, phi.shape[1], config)
-    weights = sample_weights(phi, edges, seed, config) if need_weights else None
-    return EdgeAttention(output.to(value.dtype), weights, weights, kl)
+    if not need_kl:
+        return output, None
+    total = _weibull_total if is_weibull else _lognormal_total
+    return output, reduce_kl(total(first, second, lse, log_prior, kind, edges, config), edges, phi.shape[1], config)
 
 
 def _prior(phi: Tensor, log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | None, float]:
@@ -100,12 +112,6 @@ def _lognormal_total(first, second, lse, log_prior, kind: int, edges: Edges, con
     return 0.5 * squares.sum() / config.sigma_p / config.sigma_p + constant * len(edges) * first.shape[1]
 
 
-def _indices(edges: Edges) -> tuple[Tensor | int | None, ...]:
-    """Return what the operators need to know of a graph, with 32-bit indices."""
-    narrow = edges.memo("narrow", lambda: [x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers)])
-    return *narrow, edges.by_source, *runs(edges, "target"), *runs(edges, "source"), edges.num_targets
-
-
 def _forward(
     scores: Tensor,
     value: Tensor,
@@ -127,44 +133,11 @@ def _forward(
     need_lse: bool,
     need_moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty."""
-    scores, value = scores.contiguous(), value.contiguous()
+    """Return what `passes.forward` returns."""
+    indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
+    draw = Draw(weibull, strength, constant, kind)
     prior = None if prior is None else prior.contiguous()
-    h, d = value.shape[1:]
-    num_runs = begin.shape[0] - 1
-    # δ = O · dO of the backward pass must not inherit a rounding of O to sixteen bits
-    out = value.new_empty((num_runs, h, d), dtype=torch.float32)
-    lse = scores.new_empty((num_runs, h))
-    clean, first, second = (
-        torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
-    )
-    if out.numel():
-        constants = kernel_constants(value, WEIBULL=weibull, CLEAN=need_lse, MOMENTS=need_moments, KIND=kind)
-        grid = (num_runs, blocks_of(h, constants["HB"]))
-        launch = prepared(kernels.edge_forward_kernel, grid, h, d, strength, constant, **constants)
-        read = (scores, value, scores if prior is None else prior, seed, source, numbers, begin)
-        launch(*read, out, lse, clean, first, second)
-    if nodes is not None:
-        rows = _merge(lse, nodes, num_targets)
-        out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
-        lse = rows
-        clean = _merge(clean * math.log2(math.e), nodes, num_targets) * math.log(2.0) if need_lse else clean
-        if need_moments:
-            first, second = (_add_runs(x, nodes, num_targets) for x in (first, second))
-    # a row without an edge is 0, as everywhere; no edge looks there
-    return out, lse, torch.where(clean == -math.inf, 0.0, clean), first, second
-
-
-def _merge(lse: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
-    """Return log2 Σ 2^lse over the runs of each node; −inf where there is nothing."""
-    index = nodes.long()[:, None].expand_as(lse)
-    top = lse.new_full((num_rows, lse.shape[1]), -math.inf).scatter_reduce(0, index, lse, "amax")
-    shift = torch.where(top == -math.inf, 0.0, top)
-    return shift + torch.log2(_add_runs(torch.exp2(lse - shift[nodes]), nodes, num_rows))
-
-
-def _add_runs(x: Tensor, nodes: Tensor | None, num_rows: int) -> Tensor:
-    return x if nodes is None else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
+    return passes.forward(scores.contiguous(), value.contiguous(), prior, seed, indices, draw, need_lse, need_moments)
 
 
 # torch.compile sees one opaque operator; eager calls take the autograd function below, which costs less Python
@@ -209,40 +182,29 @@ def _backward(
     value: Tensor,
     prior: Tensor | None,
     seed: Tensor,
+    source: Tensor,
     target: Tensor,
     numbers: Tensor,
     by_source: Tensor,
     begin: Tensor,
     nodes: Tensor | None,
+    begin_source: Tensor,
+    nodes_source: Tensor | None,
+    num_targets: int,
     weibull: bool,
     strength: float,
     constant: float,
     kind: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of scores, values and prior (empty without one)."""
-    scores, value, grad = scores.contiguous(), value.contiguous(), grad.contiguous()
-    prior = None if prior is None else prior.contiguous()
-    (n, h, d), num_runs = value.shape, begin.shape[0] - 1
-    delta = (out * grad).sum(dim=-1)
-    rows = [delta if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
-    grad_scores = torch.empty_like(scores)
-    grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)
-    grad_prior = scores.new_empty(0)
-    if kind == PER_SOURCE:
-        grad_prior = scores.new_empty((num_runs, h))
-    elif kind == PER_EDGE:
-        grad_prior = torch.empty_like(scores)
-    owners = torch.arange(n, dtype=torch.int32, device=value.device) if nodes is None else nodes
-    if grad_value.numel():
-        switches = {"CLEAN": grad_lse is not None, "MOMENTS": grad_first is not None}
-        constants = kernel_constants(value, WEIBULL=weibull, **switches, KIND=kind)
-        grid = (num_runs, blocks_of(h, constants["HB"]))
-        launch = prepared(kernels.edge_backward_kernel, grid, h, d, strength, constant, **constants)
-        read = (scores, value, scores if prior is None else prior, seed, target, numbers, by_source, owners, begin)
-        launch(*read, grad, lse, clean, delta, *rows, grad_scores, grad_value, grad_prior)
-    if kind == PER_SOURCE:
-        grad_prior = _add_runs(grad_prior, nodes, n)
-    return grad_scores, _add_runs(grad_value, nodes, n).to(value.dtype), grad_prior
+    indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
+    draw = Draw(weibull, strength, constant, kind)
+    grad, prior = grad.contiguous(), None if prior is None else prior.contiguous()
+    delta, *_ = passes.prepare(grad, out)
+    rows = [None if x is None else x.contiguous() for x in (grad_lse, grad_first, grad_second)]
+    return passes.backward(
+        grad, delta, rows, lse, clean, scores.contiguous(), value.contiguous(), prior, seed, indices, draw
+    )
 
 
 edge_attention_backward = torch.library.custom_op("bayesattn::edge_attention_backward", _backward, mutates_args=())
@@ -255,13 +217,10 @@ def _(grad, grad_lse, grad_first, grad_second, out, lse, clean, scores, value, p
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    scores, value, prior, seed, _, target, numbers, by_source, _, _, begin, nodes, _, *ctx.options, need_lse, need_kl = (
-        inputs
-    )
-    out, lse, clean, *_ = output
-    ctx.need_lse, ctx.need_moments = need_lse, need_kl
-    ctx.save_for_backward(out, lse, clean, scores, value, prior, seed, target, numbers, by_source, begin, nodes)
-    ctx.mark_non_differentiable(lse)
+    *tensors, ctx.num_targets, weibull, strength, constant, kind, ctx.need_lse, ctx.need_moments = inputs
+    ctx.draw = (weibull, strength, constant, kind)
+    ctx.save_for_backward(*output[:3], *tensors)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
@@ -278,7 +237,7 @@ def _gradients(ctx, backward, grad, grad_lse, grad_first, grad_second) -> tuple[
         or_zeros(grad_second, ctx.need_moments),
     ]
     grad = torch.zeros_like(out) if grad is None else grad
-    grad_scores, grad_value, grad_prior = backward(grad, *rows, *saved, *ctx.options)
+    grad_scores, grad_value, grad_prior = backward(grad, *rows, *saved, ctx.num_targets, *ctx.draw)
     return grad_scores, grad_value, None if prior is None else grad_prior, *([None] * 16)
 
 

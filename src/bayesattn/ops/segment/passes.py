@@ -1,0 +1,202 @@
+"""The two passes over the edges of a graph: kernel launches, and rows put together again where they were split into runs."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
+from bayesattn.ops.launch import Launch, prepared
+from bayesattn.ops.segment import kernels, kl_kernels
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.launch import kernel_constants, prepare_blocks, runs
+
+# what the prior of the kernels is: one number for all, a row per source, a row per edge
+CONSTANT, PER_SOURCE, PER_EDGE = 0, 1, 2
+
+
+class Indices(NamedTuple):
+    """What the kernels need to know of a graph, with 32-bit indices; see `Edges` and `launch.runs`."""
+
+    source: Tensor
+    target: Tensor
+    numbers: Tensor
+    by_source: Tensor
+    begin: Tensor
+    nodes: Tensor | None
+    begin_source: Tensor
+    nodes_source: Tensor | None
+    num_targets: int
+
+
+class Draw(NamedTuple):
+    """Family and strength of the noise, and the prior: one number, or of which kind it is."""
+
+    weibull: bool
+    strength: float
+    constant: float
+    kind: int
+
+
+def indices_of(edges: Edges) -> Indices:
+    """Return the indices, the same ones for as long as the edges live."""
+
+    def build() -> Indices:
+        narrow = [x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers)]
+        return Indices(*narrow, edges.by_source, *runs(edges, "target"), *runs(edges, "source"), edges.num_targets)
+
+    return edges.memo("indices", build)
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
+def _forward_launch(
+    num_runs: int, h: int, d: int, dtype: torch.dtype, split: bool, draw: Draw, need_lse: bool, need_moments: bool
+) -> Launch:
+    switches = {"WEIBULL": draw.weibull, "CLEAN": need_lse, "MOMENTS": need_moments, "KIND": draw.kind, "SPLIT": split}
+    constants = kernel_constants(h, d, dtype, **switches)
+    grid = (num_runs, blocks_of(h, constants["HB"]))
+    return prepared(kernels.edge_forward_kernel, grid, h, d, draw.strength, draw.constant, **constants)
+
+
+def forward(
+    scores: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    seed: Tensor,
+    indices: Indices,
+    draw: Draw,
+    need_lse: bool,
+    need_moments: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty."""
+    h, d = value.shape[1:]
+    begin, nodes, num_targets = indices.begin, indices.nodes, indices.num_targets
+    num_runs = begin.shape[0] - 1
+    # δ = O · dO of the backward pass must not inherit a rounding of O to sixteen bits
+    out = value.new_empty((num_runs, h, d), dtype=torch.float32)
+    lse = scores.new_empty((num_runs, h))
+    clean, first, second = (
+        torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
+    )
+    if out.numel():
+        launch = _forward_launch(num_runs, h, d, value.dtype, nodes is not None, draw, need_lse, need_moments)
+        read = (scores, value, scores if prior is None else prior, seed, indices.source, indices.numbers, begin)
+        launch(*read, out, lse, clean, first, second)
+    if nodes is not None:
+        rows = _merge(lse, nodes, num_targets)
+        out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
+        lse = rows
+        if need_lse:
+            clean = _merge(clean * math.log2(math.e), nodes, num_targets) * math.log(2.0)
+            # a row without an edge is 0, as everywhere; no edge looks there
+            clean = torch.where(clean == -math.inf, 0.0, clean)
+        if need_moments:
+            first, second = (_add_runs(x, nodes, num_targets) for x in (first, second))
+    return out, lse, clean, first, second
+
+
+def _merge(lse: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
+    """Return log2 Σ 2^lse over the runs of each node; −inf where there is nothing."""
+    index = nodes.long()[:, None].expand_as(lse)
+    top = lse.new_full((num_rows, lse.shape[1]), -math.inf).scatter_reduce(0, index, lse, "amax")
+    shift = torch.where(top == -math.inf, 0.0, top)
+    return shift + torch.log2(_add_runs(torch.exp2(lse - shift[nodes]), nodes, num_rows))
+
+
+def _add_runs(x: Tensor, nodes: Tensor | None, num_rows: int) -> Tensor:
+    return x if nodes is None else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
+
+
+class Divergent(NamedTuple):
+    """What the backward pass knows of a KL that it differentiates itself: `edge_prepare_kernel` says what is what."""
+
+    slope: float
+    log_beta: float
+    log_cap: float
+    weight: float
+    is_raw: bool
+    per_row: bool
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
+def _prepare_launch(entries: int, d: int, divergent: Divergent | None) -> Launch:
+    given = divergent or Divergent(0.0, 0.0, 0.0, 0.0, False, False)
+    sizes = prepare_blocks(d)
+    numbers = (entries, d, given.weight, given.log_beta, given.log_cap)
+    switches = {"WITH_KL": divergent is not None, "RAW": given.is_raw, "PER_ROW": given.per_row}
+    grid = (blocks_of(entries, sizes["BLOCK"]),)
+    return prepared(kl_kernels.edge_prepare_kernel, grid, *numbers, **switches, **sizes)
+
+
+def prepare(
+    grad: Tensor,
+    out: Tensor,
+    divergent: Divergent | None = None,
+    clean: Tensor | None = None,
+    first: Tensor | None = None,
+    grad_kl: Tensor | None = None,
+    num_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return δ = O · dO of every row; with a KL the gradient of the clean LSEs and `pull`, else empty tensors."""
+    n, h, d = out.shape
+    delta = out.new_empty((n, h))
+    grad_lse = delta.new_empty(0 if divergent is None else (n, h))
+    pull = delta.new_empty(0 if divergent is None else 1)
+    # a pointer that no switch reads still has to be one
+    read = [out if x is None else x for x in (clean, first, grad_kl, num_rows)]
+    if out.numel():
+        _prepare_launch(n * h, d, divergent)(out, grad, *read, delta, grad_lse, pull)
+    return delta, grad_lse, pull
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
+def _backward_launch(
+    num_runs: int, h: int, d: int, dtype: torch.dtype, split: bool, draw: Draw, clean: bool, moments: bool,
+    divergent: Divergent | None,
+) -> Launch:  # fmt: skip
+    is_raw, slope = (False, 0.0) if divergent is None else (divergent.is_raw, divergent.slope)
+    switches = {"WEIBULL": draw.weibull, "CLEAN": clean, "MOMENTS": moments, "KIND": draw.kind, "SPLIT": split}
+    constants = kernel_constants(h, d, dtype, **switches, FUSED=divergent is not None, RAW=is_raw)
+    grid = (num_runs, blocks_of(h, constants["HB"]))
+    return prepared(kernels.edge_backward_kernel, grid, h, d, draw.strength, draw.constant, slope, **constants)
+
+
+def backward(
+    grad: Tensor,
+    delta: Tensor,
+    rows: tuple[Tensor | None, Tensor | None, Tensor | None],
+    lse: Tensor,
+    clean: Tensor,
+    scores: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    seed: Tensor,
+    indices: Indices,
+    draw: Draw,
+    divergent: Divergent | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of scores, values and prior (empty without one; of ln α where the KL is differentiated here).
+
+    `rows`: the gradients of the clean LSE and of the moments, or of the LSE, nothing and `pull`.
+    """
+    begin, nodes = indices.begin_source, indices.nodes_source
+    (n, h, d), num_runs = value.shape, begin.shape[0] - 1
+    grad_scores = torch.empty_like(scores)
+    grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)
+    grad_prior = scores.new_empty(0)
+    if draw.kind == PER_SOURCE:
+        grad_prior = scores.new_empty((num_runs, h))
+    elif draw.kind == PER_EDGE:
+        grad_prior = torch.empty_like(scores)
+    if grad_value.numel():
+        used = (rows[0] is not None, rows[2] is not None)
+        launch = _backward_launch(num_runs, h, d, value.dtype, nodes is not None, draw, *used, divergent)
+        edges = (indices.target, indices.numbers, indices.by_source, begin if nodes is None else nodes, begin)
+        read = (scores, value, scores if prior is None else prior, seed, *edges)
+        given = [delta if x is None else x for x in rows]
+        launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_value, grad_prior)
+    if draw.kind == PER_SOURCE:
+        grad_prior = _add_runs(grad_prior, nodes, n)
+    return grad_scores, _add_runs(grad_value, nodes, n).to(value.dtype), grad_prior

@@ -1,0 +1,175 @@
+"""Weibull attention on edges with its KL as one autograd node, which torch.compile sees as one operator."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bayesattn.config import AttentionConfig
+from bayesattn.ops.attention.weibull import Divergence
+from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.passes import Indices, indices_of
+from bayesattn.ops.segment.reference import PriorScope
+from bayesattn.ops.segment.weibull import Graph, plan_of, run_backward, run_forward
+
+
+def is_one_node(log_prior: Tensor | None, prior_scope: PriorScope, config: AttentionConfig) -> bool:
+    """Whether the prior is a number, or one per source in float32."""
+    if config.family != "weibull":
+        return False
+    is_per_source = prior_scope == "graph" and log_prior is not None and log_prior.dtype == torch.float32
+    return log_prior is None or (is_per_source and config.gamma_beta <= LARGEST_ALPHA)
+
+
+def weibull_attention(
+    scores: Float[Tensor, "e h"],
+    value: Float[Tensor, "n h d"],
+    log_prior: Float[Tensor, "n h"] | None,
+    edges: Edges,
+    config: AttentionConfig,
+    seed: Tensor,
+) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"]]:
+    """Return the output of one sample and the KL of the graph."""
+    pointers = (edges.target_pointers, edges.source_pointers, edges.num_rows)
+    divergence = Divergence.of(config)
+    if torch.compiler.is_compiling():
+        forms = " ".join(divergence[3:])
+        out, kl, *_ = weibull_edges_forward(
+            scores, value, log_prior, seed, *indices_of(edges), *pointers, list(divergence[:3]), forms
+        )
+        return out, kl
+    graph = edges.memo("graph", lambda: Graph(indices_of(edges), *pointers))
+    return _WeibullEdges.apply(scores, value, log_prior, seed, graph, divergence)
+
+
+class _WeibullEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores, value, log_prior, seed, graph: Graph, divergence: Divergence):
+        scores, value = scores.contiguous(), value.contiguous()
+        ctx.graph = graph
+        ctx.plan = plan_of(scores, None if log_prior is None else log_prior.stride(), graph, divergence)
+        out, kl, *rest = run_forward(ctx.plan, scores, value, log_prior, seed, graph)
+        ctx.save_for_backward(scores, value, seed, out, *rest)
+        ctx.set_materialize_grads(False)
+        # with the cast inside, output and KL are results of the same node
+        return out.to(value.dtype), kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad, grad_kl):
+        scores, value, seed, out, *rest = ctx.saved_tensors
+        grad, grad_kl = _or_zeros(grad, grad_kl, out)
+        *grads, grad_prior = run_backward(ctx.plan, grad, grad_kl, scores, value, seed, ctx.graph, out, *rest)
+        return *grads, None if rest[-1] is None else grad_prior, None, None, None
+
+
+def _or_zeros(grad: Tensor | None, grad_kl: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(out) if grad is None else grad, out.new_zeros(1) if grad_kl is None else grad_kl
+
+
+@torch.library.custom_op("bayesattn::weibull_edges_forward", mutates_args=())
+def weibull_edges_forward(
+    scores: Tensor,
+    value: Tensor,
+    log_prior: Tensor | None,
+    seed: Tensor,
+    source: Tensor,
+    target: Tensor,
+    numbers: Tensor,
+    by_source: Tensor,
+    begin: Tensor,
+    nodes: Tensor | None,
+    begin_source: Tensor,
+    nodes_source: Tensor | None,
+    num_targets: int,
+    target_pointers: Tensor,
+    source_pointers: Tensor,
+    num_rows: Tensor,
+    constants: list[float],
+    forms: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`run_forward` with what a schema can say: the divergence's numbers and names; without a prior α is empty."""
+    indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
+    graph = Graph(indices, target_pointers, source_pointers, num_rows)
+    strides = None if log_prior is None else log_prior.stride()
+    plan = plan_of(scores, strides, graph, Divergence(*constants, *forms.split()))
+    *results, alpha = run_forward(plan, scores.contiguous(), value.contiguous(), log_prior, seed, graph)
+    return *results, scores.new_empty(0) if alpha is None else alpha  # type: ignore[return-value]  (six)
+
+
+@weibull_edges_forward.register_fake
+def _(scores, value, log_prior, seed, *options):
+    rows = (options[8], scores.shape[1])
+    results = [scores.new_empty(size) for size in ((1,), rows, rows, rows, 0 if log_prior is None else log_prior.shape)]
+    return value.new_empty((*rows, value.shape[2]), dtype=torch.float32), *results
+
+
+@torch.library.custom_op("bayesattn::weibull_edges_backward", mutates_args=())
+def weibull_edges_backward(
+    grad: Tensor,
+    grad_kl: Tensor,
+    scores: Tensor,
+    value: Tensor,
+    alpha: Tensor | None,
+    seed: Tensor,
+    source: Tensor,
+    target: Tensor,
+    numbers: Tensor,
+    by_source: Tensor,
+    begin: Tensor,
+    nodes: Tensor | None,
+    begin_source: Tensor,
+    nodes_source: Tensor | None,
+    num_targets: int,
+    target_pointers: Tensor,
+    source_pointers: Tensor,
+    num_rows: Tensor,
+    results: list[Tensor],
+    constants: list[float],
+    forms: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`run_backward` with what a schema can say; the gradient of a prior that is not there is empty."""
+    indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
+    graph = Graph(indices, target_pointers, source_pointers, num_rows)
+    strides = None if alpha is None else alpha.stride()
+    plan = plan_of(scores, strides, graph, Divergence(*constants, *forms.split()))
+    out, lse, clean, first = results
+    return run_backward(
+        plan, grad, grad_kl, scores.contiguous(), value.contiguous(), seed, graph, out, lse, clean, first, alpha
+    )
+
+
+@weibull_edges_backward.register_fake
+def _(grad, grad_kl, scores, value, alpha, *options):
+    grad_prior = scores.new_empty(0 if alpha is None else alpha.shape)
+    return scores.new_empty(scores.shape), value.new_empty(value.shape), grad_prior
+
+
+def _keep(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    scores, value, log_prior, seed, *indices, num_targets, target_pointers, source_pointers, num_rows, constants, forms = (
+        inputs
+    )
+    out, _, lse, clean, first, alpha = output
+    ctx.has_prior, ctx.num_targets, ctx.divergence = log_prior is not None, num_targets, (constants, forms)
+    ctx.save_for_backward(
+        out, lse, clean, first, alpha, scores, value, seed, target_pointers, source_pointers, num_rows, *indices
+    )
+    ctx.mark_non_differentiable(lse, clean, first, alpha)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad, grad_kl, *_):
+    *results, alpha, scores, value, seed, target_pointers, source_pointers, num_rows = ctx.saved_tensors[:11]
+    grad, grad_kl = _or_zeros(grad, grad_kl, results[0])
+    graph = (*ctx.saved_tensors[11:], ctx.num_targets, target_pointers, source_pointers, num_rows)
+    *grads, grad_prior = weibull_edges_backward(
+        grad, grad_kl, scores, value, alpha if ctx.has_prior else None, seed, *graph, results, *ctx.divergence
+    )
+    return *grads, grad_prior if ctx.has_prior else None, *([None] * 15)
+
+
+weibull_edges_forward.register_autograd(_differentiate, setup_context=_keep)
