@@ -83,7 +83,7 @@ class ContextualPrior(nn.Module):
             key: Keys, split into heads.
             valid: Keys that at least one query may attend to; None means all.
         """
-        if self._runs_fused(key):
+        if self.runs_fused(key):
             # only now: a machine without a GPU need not have triton
             from bayesattn.ops.prior import triton
 
@@ -102,8 +102,8 @@ class ContextualPrior(nn.Module):
         hidden = F.linear(key, self.weight_in.squeeze(0).T, self.bias_in.flatten()).relu_()
         return F.linear(hidden, self.weight_out.squeeze(0).T, self.bias_out.flatten()).squeeze(-1)
 
-    def _runs_fused(self, key: Tensor) -> bool:
-        # the kernels compute in float32; the compiler fuses by itself
+    def runs_fused(self, key: Float[Tensor, "*s d"]) -> bool:
+        """Whether `forward` takes the kernels: they compute in float32, and the compiler fuses by itself."""
         return (
             (key.is_cuda or INTERPRETED)
             and HAS_TRITON

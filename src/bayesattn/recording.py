@@ -139,8 +139,8 @@ def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
         scope._names.append(str(module.kl_name))
         scope._values.append(kl)
         scope._is_detached.append(not torch.is_grad_enabled())
-        # a compiled graph is one node of autograd's: all its parameters are reachable from each of its outputs
-        if kl.requires_grad and not torch.compiler.is_compiling():
+        # all parameters of a node of autograd's are reachable from each of its outputs; a compiled graph is one, too
+        if kl.requires_grad and not torch.compiler.is_compiling() and kl.grad_fn is not output.grad_fn:
             return _Link.apply(output, kl)
     return output
 
@@ -158,6 +158,9 @@ def _replayed_scope() -> KLScope | None:
 
 
 def _mean(kl: Tensor) -> Tensor:
+    # a graph is one example, and needs neither sum nor quotient, nor their gradients
+    if kl.numel() == 1:
+        return kl.reshape(())
     # 0 for a zero-length batch, where mean() is NaN
     return kl.sum() / max(kl.numel(), 1)
 

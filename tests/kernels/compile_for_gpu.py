@@ -20,7 +20,7 @@ from bayesattn.ops.segment.launch import blocks
 TARGET = GPUTarget("cuda", 90, 32)
 INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES"}
 IN_VALUE_DTYPE = {"VALUE", "GRAD_VALUE"}
-NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32"}
+NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32", "slope": "fp32"}
 
 
 def compile_kernel(name: str, dtype: str, heads: int, features: int, **switches) -> dict:
@@ -28,6 +28,7 @@ def compile_kernel(name: str, dtype: str, heads: int, features: int, **switches)
     sizes = blocks(heads, features)
     options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}
     constants = {**sizes, **switches, "FAST": dtype != "fp32"}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -59,9 +60,11 @@ def needs(ptx: str) -> dict:
 def main() -> None:
     cases = [("fp32", 8, 8), ("bf16", 8, 64), ("fp32", 1, 7), ("fp32", 4, 256)]
     switches = [
-        {"WEIBULL": True, "CLEAN": True, "MOMENTS": True, "KIND": 1},
-        {"WEIBULL": False, "CLEAN": False, "MOMENTS": True, "KIND": 2},
-        {"WEIBULL": True, "CLEAN": False, "MOMENTS": False, "KIND": 0},
+        {"WEIBULL": True, "CLEAN": True, "MOMENTS": True, "KIND": 1, "FUSED": True, "RAW": False, "SPLIT": False},
+        {"WEIBULL": True, "CLEAN": True, "MOMENTS": True, "KIND": 1, "FUSED": True, "RAW": True, "SPLIT": True},
+        {"WEIBULL": True, "CLEAN": True, "MOMENTS": True, "KIND": 0, "FUSED": True, "RAW": False, "SPLIT": True},
+        {"WEIBULL": False, "CLEAN": False, "MOMENTS": True, "KIND": 2, "FUSED": False, "RAW": False, "SPLIT": False},
+        {"WEIBULL": True, "CLEAN": False, "MOMENTS": False, "KIND": 0, "FUSED": False, "RAW": False, "SPLIT": False},
     ]
     pairs = [(case, switches[0]) for case in cases] + [(cases[0], other) for other in switches[1:]]
     for name, (case, switch) in itertools.product(("edge_forward", "edge_backward"), pairs):

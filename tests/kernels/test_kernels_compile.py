@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.kernel
 
-POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.bool: "i1"}
+POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+POINTERS |= {torch.int64: "i64", torch.bool: "i1"}
 
 
 def compile_instead(kernel, *args: object, grid: tuple[int, ...], warmup: bool, **named: object) -> None:
@@ -70,6 +71,23 @@ def prior(dtype: torch.dtype) -> None:
     log_prior(key, *network, torch.ones(1, 1, 128, dtype=torch.bool)).sum().backward()
 
 
+def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest: int = 512) -> None:
+    """Run forward and backward of a graph layer, which also runs the contextual prior of many keys."""
+    import bayesattn as ba
+    from bayesattn import priors
+    from bayesattn.graph import BayesianGATConv
+    from bayesattn.ops.prior import triton as prior_ops
+    from bayesattn.ops.segment import launch, support
+
+    # the kernels are only compiled, so tensors may be on a CPU
+    support.INTERPRETED = priors.INTERPRETED = True
+    launch.LONGEST_RUN, prior_ops.MANY_KEYS = longest, 100
+    layer = BayesianGATConv(16, 8, heads=8, config=ba.AttentionConfig(variant, preset=preset), backend="triton").to(dtype)
+    with ba.record_kl() as kl:
+        output = layer(torch.zeros(128, 16, dtype=dtype), torch.tensor([[0], [1]]))
+    torch.autograd.backward([output, kl.total()], [torch.ones_like(output), torch.ones(())])
+
+
 CASES = {
     "one node": (
         lambda: attend(torch.bfloat16, "BAM-WC", masked=True, is_causal=False, in_one_pass=True),
@@ -86,6 +104,25 @@ CASES = {
     "lognormal": (
         lambda: attend(torch.float16, "BAM-LC", masked=True, is_causal=True, in_one_pass=False),
         ["forward_kernel", "prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
+    ),
+    "graph": (
+        lambda: graph(torch.float32, "BAM-WC"),
+        ["prior_logits_kernel", "prior_softmax_kernel", "edge_alpha_kernel", "edge_forward_kernel", "edge_kl_kernel",
+         "edge_prepare_kernel", "edge_backward_kernel", "prior_grad_kernel"],
+    ),
+    "graph, sum over raw scores, split rows": (
+        lambda: graph(torch.bfloat16, "BAM-WC", "paper", longest=1),
+        ["prior_logits_kernel", "prior_softmax_kernel", "edge_alpha_kernel", "edge_forward_kernel", "edge_kl_kernel",
+         "edge_prepare_kernel", "edge_backward_kernel", "prior_grad_kernel"],
+    ),
+    "graph, fixed prior": (
+        lambda: graph(torch.float16, "BAM-WF", "official-code"),
+        ["edge_forward_kernel", "edge_kl_kernel", "edge_prepare_kernel", "edge_backward_kernel"],
+    ),
+    "graph, lognormal": (
+        lambda: graph(torch.float32, "BAM-LC"),
+        ["prior_logits_kernel", "prior_softmax_kernel", "edge_forward_kernel", "edge_prepare_kernel",
+         "edge_backward_kernel", "prior_grad_kernel"],
     ),
     "prior": (lambda: prior(torch.bfloat16), ["prior_logits_kernel", "prior_softmax_kernel", "prior_grad_kernel"]),
 }

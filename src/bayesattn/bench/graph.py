@@ -87,12 +87,13 @@ def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend
 
 def training_step(layer: nn.Module, x: Tensor, index: Tensor, upstream: Tensor, with_kl: bool):
     """Return a call that runs a layer forward and backward once."""
+    kl_weight = upstream.new_tensor(1e-3)
 
     def step() -> None:
         if with_kl:
             with record_kl() as kl:
                 output = layer(x, index)
-            torch.autograd.backward([output, kl.total()], [upstream, upstream.new_tensor(1e-3)])
+            torch.autograd.backward([output, kl.total()], [upstream, kl_weight])
         else:
             layer(x, index).backward(upstream)
         layer.zero_grad(set_to_none=True)

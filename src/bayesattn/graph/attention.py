@@ -9,8 +9,8 @@ and only the softmax is replaced.
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,25 @@ from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.priors import contextual_log_prior
 
-# of every layer, the edges of its last call, as given and sorted; not on the layer, which is copied and pickled
-_SORTED: WeakKeyDictionary[nn.Module, tuple[tuple[Tensor, Tensor], Edges]] = WeakKeyDictionary()
+
+class _Sorted(NamedTuple):
+    """The edges of a layer's last call, as given and sorted."""
+
+    ends: tuple[Tensor, Tensor]
+    edges: Edges
+    # the tensor they came in, where it was on a GPU, and how often it had been written to
+    given: ref[Tensor] | None
+    version: int
+
+    def is_from(self, edge_index: Tensor) -> bool:
+        """Whether that very tensor is given again, unchanged; to compare its entries would be to wait for the GPU."""
+        return self.given is not None and self.given() is edge_index and edge_index._version == self.version
+
+
+# of every layer; not on the layer, which is copied and pickled
+_SORTED: WeakKeyDictionary[nn.Module, _Sorted] = WeakKeyDictionary()
+# where the entries of a tensor change only by operations that torch counts; those on a CPU may belong to NumPy
+_COUNTING_DEVICES = ("cuda",)
 
 _HOOKS = [
     f"_{name}_forward{when}_hooks" for name in ("propagate", "message", "aggregate", "edge_update") for when in ("_pre", "")
@@ -122,7 +139,7 @@ class EdgeAttentionModule(BayesianModule):
         if passes_messages or (torch.compiler.is_compiling() and self.backend != "triton"):
             self._call = Call(Edges(*ends, num_sources, num_targets), plain, passes_messages)
         else:
-            edges = _sorted_edges(self, ends, num_sources, num_targets)
+            edges = _sorted_edges(self, edge_index, ends, num_sources, num_targets)
             takes_csr = self.backend in ("auto", "csr") and ends[0].device.type == "cpu"
             is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
             self._call = Call(edges, csr if takes_csr and not is_traced else plain, passes_messages)
@@ -212,12 +229,16 @@ class EdgeAttentionModule(BayesianModule):
         """Return ln Ψ of every node; Ψ is a softmax over the nodes that are the source of some edge."""
         if self.bayes_prior is None:
             return None
+        used = edges.memo("used", lambda: (edges.out_degree > 0).view(1, 1, -1))
         with without_autocast(keys.device.type):
-            if self.bayes_prior.num_networks > 1:
-                logits = self.bayes_prior.logits(keys.transpose(0, 1))
+            if self.bayes_prior.runs_fused(keys):
+                log_prior = self.bayes_prior(keys.transpose(0, 1).unsqueeze(0), used)
+            elif self.bayes_prior.num_networks > 1:
+                log_prior = contextual_log_prior(self.bayes_prior.logits(keys.transpose(0, 1)).unsqueeze(0), used)
             else:
-                logits = self.bayes_prior.logits(keys).transpose(0, 1)
-            return contextual_log_prior(logits[None], (edges.out_degree > 0)[None, None])[0, :, 0].transpose(0, 1)
+                log_prior = contextual_log_prior(self.bayes_prior.logits(keys).transpose(0, 1).unsqueeze(0), used)
+            # squeezing gives the gradient back as it is, indexing would put it into a tensor of zeros
+            return log_prior.squeeze(2).squeeze(0).transpose(0, 1)
 
 
 def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tensor, " e"]]:
@@ -230,18 +251,28 @@ def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tens
     return (source, target) if flow == "source_to_target" else (target, source)
 
 
-def _sorted_edges(layer: nn.Module, ends: tuple[Tensor, Tensor], num_sources: int, num_targets: int) -> Edges:
+def _sorted_edges(
+    layer: nn.Module, edge_index: Tensor, ends: tuple[Tensor, Tensor], num_sources: int, num_targets: int
+) -> Edges:
     """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see."""
     if torch.compiler.is_compiling():
         return Edges.sort(*ends, num_sources, num_targets, check=False)
     known = _SORTED.get(layer)
-    if known is not None:
-        given, edges = known
-        is_same_size = (edges.num_sources, edges.num_targets) == (num_sources, num_targets)
-        is_same_place = given[0].device == ends[0].device and given[0].dtype == ends[0].dtype
-        if is_same_size and is_same_place and all(torch.equal(a, b) for a, b in zip(given, ends, strict=True)):
-            return edges
+    if known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets):
+        is_same_place = known.ends[0].device == ends[0].device and known.ends[0].dtype == ends[0].dtype
+        if known.is_from(edge_index):
+            return known.edges
+        if is_same_place and all(torch.equal(a, b) for a, b in zip(known.ends, ends, strict=True)):
+            _SORTED[layer] = known._replace(**_mark(edge_index))
+            return known.edges
     edges = Edges.sort(*ends, num_sources, num_targets)
     # copies: the caller may change its own tensor in place
-    _SORTED[layer] = ((ends[0].clone(), ends[1].clone()), edges)
+    _SORTED[layer] = _Sorted((ends[0].clone(), ends[1].clone()), edges, **_mark(edge_index))
     return edges
+
+
+def _mark(edge_index: Tensor) -> dict[str, Any]:
+    """Return what a tensor is known by next time; inference mode counts nothing."""
+    if edge_index.device.type not in _COUNTING_DEVICES or edge_index.is_inference():
+        return {"given": None, "version": 0}
+    return {"given": ref(edge_index), "version": edge_index._version}

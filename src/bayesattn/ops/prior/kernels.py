@@ -114,15 +114,16 @@ def prior_softmax_kernel(LOGITS, VALID, OUT, stride_vb, stride_vh, H, N, HAS_VAL
 
 @triton.jit
 def prior_grad_kernel(
-    K, W1, B1, W2, VALID, OUT, GRAD, GRAD_K, SUMS,
+    K, W1, B1, W2, VALID, OUT, GRAD, TOTALS, GRAD_K, SUMS,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_gb, stride_gh, stride_gn,
     H, NETWORKS, N, D, HIDDEN, ITEMS, stride_sum,
     BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, HAS_VALID: tl.constexpr,
-    NEED_KEY: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_TOTALS: tl.constexpr, NEED_KEY: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of every so-many-th block of a network's keys: dk_j, and a row of sums for W₁, b₁, w₂ and b₂.
 
-    Few programs with many blocks each, because a program's sums meet those of the others in memory.
+    Few programs with many blocks each, because a program's sums meet those of the others in memory. A head's Σ d ln Ψ is
+    added up anew for each of its blocks, unless there are so many that it is given.
     """
     network = tl.program_id(1)
     rd, rh = tl.arange(0, BD), tl.arange(0, BH)
@@ -136,11 +137,14 @@ def prior_grad_kernel(
         row = (batch * H + head) * N
         grads, valid = GRAD + batch * stride_gb + head * stride_gh, VALID + batch * stride_vb + head * stride_vh
         # d logit_j = d ln Ψ_j − Ψ_j Σ d ln Ψ over the valid keys
-        sums = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, N, BLOCK):
-            r = start + tl.arange(0, BLOCK)
-            sums += tl.load(grads + r * stride_gn, mask=_used(valid, r, N, HAS_VALID), other=0.0)
-        total = tl.sum(sums, 0)
+        if HAS_TOTALS:
+            total = tl.load(TOTALS + batch * H + head)
+        else:
+            sums = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, N, BLOCK):
+                r = start + tl.arange(0, BLOCK)
+                sums += tl.load(grads + r * stride_gn, mask=_used(valid, r, N, HAS_VALID), other=0.0)
+            total = tl.sum(sums, 0)
         rn = (item % blocks) * BN + tl.arange(0, BN)
         used = _used(valid, rn, N, HAS_VALID)
         grad = tl.load(grads + rn * stride_gn, mask=used, other=0.0)

@@ -13,6 +13,8 @@ from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
+# a head with more keys, the nodes of a graph: wide blocks for its one program, and no sum over it for every block of keys
+MANY_KEYS, WIDE_BLOCK = 8192, 4096
 # keys of a block and programs of the backward pass, which also holds its sums in registers: two or four programs for each
 # multiprocessor of a large GPU
 GRAD_KEYS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
@@ -39,8 +41,9 @@ def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int,
         kernels.prior_logits_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], h, networks, n, d, hidden,
         **_shared(d, hidden), BN=BLOCK_KEYS,
     )  # fmt: skip
+    sizes = {"BLOCK": WIDE_BLOCK, "num_warps": 8} if n > MANY_KEYS else {"BLOCK": BLOCK}
     softmax = prepared(
-        kernels.prior_softmax_kernel, (b * h,), *(valid or (0, 0)), h, n, HAS_VALID=valid is not None, BLOCK=BLOCK
+        kernels.prior_softmax_kernel, (b * h,), *(valid or (0, 0)), h, n, HAS_VALID=valid is not None, **sizes
     )
     return logits, softmax
 
@@ -57,7 +60,8 @@ def _backward_launch(
     launch = prepared(
         kernels.prior_grad_kernel, (rows, networks), *key.strides[:3], *(valid or (0, 0)), grad[0], grad[1], grad[3],
         h, networks, n, d, hidden, items, columns,
-        **_shared(d, hidden), BN=keys, BLOCK=BLOCK, HAS_VALID=valid is not None, NEED_KEY=need_key,
+        **_shared(d, hidden), BN=keys, BLOCK=BLOCK, HAS_VALID=valid is not None, HAS_TOTALS=n > MANY_KEYS,
+        NEED_KEY=need_key,
     )  # fmt: skip
     return launch, (rows, columns)
 
@@ -96,10 +100,11 @@ class _LogPrior(torch.autograd.Function):
         grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
         launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
         sums = out.new_empty(shape)
+        totals = grad.sum(dim=-1) if key.shape[2] > MANY_KEYS else out
         launch(
-            key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad,
+            key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad, totals,
             key if grad_key is None else grad_key, sums,
         )  # fmt: skip
         weights = (weight_in, bias_in, weight_out, bias_out)
-        totals = sums.sum(dim=0).split([weight.numel() for weight in weights])
-        return grad_key, *(total.view(weight.shape).to(weight.dtype) for total, weight in zip(totals, weights)), None
+        parts = sums.sum(dim=0).split([weight.numel() for weight in weights])
+        return grad_key, *(part.view(weight.shape).to(weight.dtype) for part, weight in zip(parts, weights)), None

@@ -130,8 +130,7 @@ def edge_backward_kernel(
     GRAD_SECOND, GRAD_SCORES, GRAD_VALUE, GRAD_PRIOR,
     H, D, strength, constant, slope,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, KIND: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr, SPLIT: tl.constexpr,
-    FAST: tl.constexpr,
+    MOMENTS: tl.constexpr, KIND: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """dΦ of one run of edges out of a source, and what the run adds to the source's dV and prior gradient.
 
@@ -141,7 +140,7 @@ def edge_backward_kernel(
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
-    node = (tl.load(NODES + run) if SPLIT else run).to(tl.int64)
+    node = tl.load(NODES + run).to(tl.int64)
     heads, rd = head + tl.arange(0, HB), tl.arange(0, BD)
     is_head, is_feature = heads < H, rd < D
     seed = tl.load(SEED)
@@ -151,6 +150,8 @@ def edge_backward_kernel(
     )
     acc = tl.zeros([HB, BD], tl.float32)
     acc_prior = tl.zeros([HB], tl.float32)
+    if KIND == 1:
+        own = tl.load(PRIOR + row, mask=is_head, other=0.0)
     if FUSED:
         pull = tl.load(GRAD_SECOND)
     for start in range(begin, end, BE):
@@ -175,7 +176,10 @@ def edge_backward_kernel(
             grad_lse = _gather(GRAD_LSE, target, heads, inside, H)
             grad_scores += fast_exp2((scores - clean) * LOG2_E, FAST) * grad_lse
         if MOMENTS:
-            prior = _prior(PRIOR, tl.zeros([BE], tl.int64) + node, position, heads, inside, constant, H, KIND, BE, HB)
+            if KIND == 1:
+                prior = own[None, :]
+            else:
+                prior = _prior(PRIOR, target, position, heads, inside, constant, H, KIND, BE, HB)
             if FUSED:
                 grad_scores -= prior * pull
                 grad_prior = -pull * scores if RAW else pull * (clean - scores)
@@ -202,6 +206,5 @@ def edge_backward_kernel(
     )
     if KIND == 1:
         if FUSED:
-            alpha = tl.load(PRIOR + row, mask=is_head, other=0.0)
-            acc_prior = alpha * acc_prior + pull * (end - begin).to(tl.float32) * key_term_slope(alpha, slope)
+            acc_prior = own * acc_prior + pull * (end - begin).to(tl.float32) * key_term_slope(own, slope)
         tl.store(GRAD_PRIOR + place, acc_prior, mask=is_head)

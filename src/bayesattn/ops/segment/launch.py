@@ -17,7 +17,7 @@ LONG_ROW = 64
 # entries of a tile of the backward pass's preparation
 PREPARE_TILE = 2048
 
-Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"] | None]
+Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"]]
 
 
 def blocks(heads: int, features: int) -> dict[str, int]:
@@ -36,13 +36,15 @@ def _power_of_two(x: int) -> int:
 
 
 def runs(edges: Edges, side: str) -> Runs:
-    """Return where the runs of edges begin and which node each belongs to; None where every node has exactly one."""
+    """Return where the runs of edges begin and which node each belongs to; as many as nodes are one for each of them."""
     pointers = edges.source_pointers if side == "source" else edges.target_pointers
 
     def build() -> Runs:
         # the number of runs is bounded without looking at the degrees; a compiler must not look
         is_short = not torch.compiler.is_compiling() and int(pointers.diff().max()) <= LONGEST_RUN
-        return (pointers, None) if is_short else split_rows(pointers, len(edges), LONGEST_RUN)
+        if is_short:
+            return pointers, torch.arange(len(pointers) - 1, dtype=torch.int32, device=pointers.device)
+        return split_rows(pointers, len(edges), LONGEST_RUN)
 
     return edges.memo(("runs", side), build)
 

@@ -25,9 +25,9 @@ class Indices(NamedTuple):
     numbers: Tensor
     by_source: Tensor
     begin: Tensor
-    nodes: Tensor | None
+    nodes: Tensor
     begin_source: Tensor
-    nodes_source: Tensor | None
+    nodes_source: Tensor
     num_targets: int
 
 
@@ -74,6 +74,7 @@ def forward(
     h, d = value.shape[1:]
     begin, nodes, num_targets = indices.begin, indices.nodes, indices.num_targets
     num_runs = begin.shape[0] - 1
+    is_split = num_runs != num_targets
     # δ = O · dO of the backward pass must not inherit a rounding of O to sixteen bits
     out = value.new_empty((num_runs, h, d), dtype=torch.float32)
     lse = scores.new_empty((num_runs, h))
@@ -81,10 +82,10 @@ def forward(
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
     )
     if out.numel():
-        launch = _forward_launch(num_runs, h, d, value.dtype, nodes is not None, draw, need_lse, need_moments)
+        launch = _forward_launch(num_runs, h, d, value.dtype, is_split, draw, need_lse, need_moments)
         read = (scores, value, scores if prior is None else prior, seed, indices.source, indices.numbers, begin)
         launch(*read, out, lse, clean, first, second)
-    if nodes is not None:
+    if is_split:
         rows = _merge(lse, nodes, num_targets)
         out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
         lse = rows
@@ -105,8 +106,8 @@ def _merge(lse: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
     return shift + torch.log2(_add_runs(torch.exp2(lse - shift[nodes]), nodes, num_rows))
 
 
-def _add_runs(x: Tensor, nodes: Tensor | None, num_rows: int) -> Tensor:
-    return x if nodes is None else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
+def _add_runs(x: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
+    return x if len(x) == num_rows else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
 
 
 class Divergent(NamedTuple):
@@ -153,11 +154,10 @@ def prepare(
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
 def _backward_launch(
-    num_runs: int, h: int, d: int, dtype: torch.dtype, split: bool, draw: Draw, clean: bool, moments: bool,
-    divergent: Divergent | None,
-) -> Launch:  # fmt: skip
+    num_runs: int, h: int, d: int, dtype: torch.dtype, draw: Draw, clean: bool, moments: bool, divergent: Divergent | None
+) -> Launch:
     is_raw, slope = (False, 0.0) if divergent is None else (divergent.is_raw, divergent.slope)
-    switches = {"WEIBULL": draw.weibull, "CLEAN": clean, "MOMENTS": moments, "KIND": draw.kind, "SPLIT": split}
+    switches = {"WEIBULL": draw.weibull, "CLEAN": clean, "MOMENTS": moments, "KIND": draw.kind}
     constants = kernel_constants(h, d, dtype, **switches, FUSED=divergent is not None, RAW=is_raw)
     grid = (num_runs, blocks_of(h, constants["HB"]))
     return prepared(kernels.edge_backward_kernel, grid, h, d, draw.strength, draw.constant, slope, **constants)
@@ -184,7 +184,7 @@ def backward(
     begin, nodes = indices.begin_source, indices.nodes_source
     (n, h, d), num_runs = value.shape, begin.shape[0] - 1
     grad_scores = torch.empty_like(scores)
-    grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if nodes is None else torch.float32)
+    grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if num_runs == n else torch.float32)
     grad_prior = scores.new_empty(0)
     if draw.kind == PER_SOURCE:
         grad_prior = scores.new_empty((num_runs, h))
@@ -192,8 +192,8 @@ def backward(
         grad_prior = torch.empty_like(scores)
     if grad_value.numel():
         used = (rows[0] is not None, rows[2] is not None)
-        launch = _backward_launch(num_runs, h, d, value.dtype, nodes is not None, draw, *used, divergent)
-        edges = (indices.target, indices.numbers, indices.by_source, begin if nodes is None else nodes, begin)
+        launch = _backward_launch(num_runs, h, d, value.dtype, draw, *used, divergent)
+        edges = (indices.target, indices.numbers, indices.by_source, nodes, begin)
         read = (scores, value, scores if prior is None else prior, seed, *edges)
         given = [delta if x is None else x for x in rows]
         launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_value, grad_prior)
