@@ -107,13 +107,29 @@ CASES = {
     ),
     "graph": (
         lambda: graph(torch.float32, "BAM-WC"),
-        ["prior_logits_kernel", "prior_softmax_kernel", "edge_alpha_kernel", "edge_forward_kernel", "edge_kl_kernel",
-         "edge_prepare_kernel", "edge_backward_kernel", "prior_grad_kernel"],
+        [
+            "prior_logits_kernel",
+            "prior_softmax_kernel",
+            "edge_alpha_kernel",
+            "edge_forward_kernel",
+            "edge_kl_kernel",
+            "edge_prepare_kernel",
+            "edge_backward_kernel",
+            "prior_grad_kernel",
+        ],
     ),
     "graph, sum over raw scores, split rows": (
         lambda: graph(torch.bfloat16, "BAM-WC", "paper", longest=1),
-        ["prior_logits_kernel", "prior_softmax_kernel", "edge_alpha_kernel", "edge_forward_kernel", "edge_kl_kernel",
-         "edge_prepare_kernel", "edge_backward_kernel", "prior_grad_kernel"],
+        [
+            "prior_logits_kernel",
+            "prior_softmax_kernel",
+            "edge_alpha_kernel",
+            "edge_forward_kernel",
+            "edge_kl_kernel",
+            "edge_prepare_kernel",
+            "edge_backward_kernel",
+            "prior_grad_kernel",
+        ],
     ),
     "graph, fixed prior": (
         lambda: graph(torch.float16, "BAM-WF", "official-code"),
@@ -121,8 +137,14 @@ CASES = {
     ),
     "graph, lognormal": (
         lambda: graph(torch.float32, "BAM-LC"),
-        ["prior_logits_kernel", "prior_softmax_kernel", "edge_forward_kernel", "edge_prepare_kernel",
-         "edge_backward_kernel", "prior_grad_kernel"],
+        [
+            "prior_logits_kernel",
+            "prior_softmax_kernel",
+            "edge_forward_kernel",
+            "edge_prepare_kernel",
+            "edge_backward_kernel",
+            "prior_grad_kernel",
+        ],
     ),
     "prior": (lambda: prior(torch.bfloat16), ["prior_logits_kernel", "prior_softmax_kernel", "prior_grad_kernel"]),
 }

@@ -66,6 +66,19 @@ def test_a_program_of_the_backward_pass_may_have_many_blocks(per_head, monkeypat
     prior_ops._backward_launch.cache_clear()
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_the_nodes_of_a_graph_are_many_keys(per_head, monkeypatch):
+    from bayesattn.ops.prior import triton as prior_ops
+
+    monkeypatch.setattr(prior_ops, "MANY_KEYS", 100)
+    for launches in (prior_ops._forward_launches, prior_ops._backward_launch):
+        launches.cache_clear()  # they have looked at the number
+    valid = torch.rand(2, 1, 131, device=DEVICE) > 0.4
+    compare(*both((2, 2, 131, 24), valid=valid, per_head=per_head))
+    for launches in (prior_ops._forward_launches, prior_ops._backward_launch):
+        launches.cache_clear()
+
+
 def test_masked_keys_get_minus_infinity_and_an_example_without_keys_zeros():
     valid = torch.rand(3, 1, 41, device=DEVICE) > 0.4
     valid[1] = False

@@ -13,7 +13,7 @@ import bayesattn as ba
 from bayesattn.functional import edge_attention
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
-from bayesattn.ops.segment import launch
+from bayesattn.ops.segment import launch, weibull, weibull_node
 from bayesattn.ops.segment import triton as fused
 from bayesattn.ops.segment.edges import Edges
 
@@ -99,6 +99,100 @@ def test_every_variant_preset_and_scope(variant, preset, scope):
     check((11, 7, 53, 3, 4), config, scope)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Give the KL's kernels several programs on a small graph."""
+    monkeypatch.setattr(weibull, "BLOCK", 32)
+    weibull._plan.cache_clear()  # it has looked at the number
+    yield
+    weibull._plan.cache_clear()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "row_mean", "mean"])
+@pytest.mark.parametrize("form", ["raw", "log_softmax"])
+@pytest.mark.parametrize("alpha", ["psi", "beta_psi"])
+def test_every_form_of_the_weibull_kl(form, alpha, reduction, small_blocks):
+    config = ba.AttentionConfig("BAM-WC", gamma_beta=0.7, score_form=form, alpha_form=alpha, kl_reduction=reduction)
+    check((11, 7, 53, 13, 2), config)
+
+
+def chain_and_node(edges, tensors, config, upstream):
+    """Return output, KL and gradients by torch operations on rows, and by the one node."""
+    results = []
+    for is_one_node in (False, True):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_one_node:
+                patch.setattr(weibull_node, "is_one_node", lambda *_: False)
+            result = edge_attention(*leaves[:2], edges, config=config, prior=leaves[2], seed=SEED, backend="triton")
+        gradients = torch.autograd.grad([result.output, result.kl], leaves, upstream)
+        results.append([x.detach() for x in (result.output, result.kl, *gradients)])
+    return results
+
+
+@pytest.mark.parametrize("preset", ["paper", "default"])
+def test_the_node_gives_what_the_torch_operations_on_rows_give(preset):
+    edges = graph(11, 7, 53)
+    tensors = [torch.randn(53, 3), torch.randn(11, 3, 4), torch.randn(11, 3).log_softmax(0)]
+    upstream = [torch.randn(7, 3, 4, device=DEVICE), torch.tensor([-1.7], device=DEVICE)]
+    config = ba.AttentionConfig("BAM-WC", preset=preset, gamma_beta=0.3)
+    for chain, node in zip(*chain_and_node(edges, [x.to(DEVICE) for x in tensors], config, upstream), strict=True):
+        # sums of some hundred float32 terms of order 1, in another order
+        torch.testing.assert_close(node, chain, rtol=1e-5, atol=1e-5)
+
+
+def test_inputs_and_upstream_gradients_of_any_strides():
+    edges = graph(11, 7, 53)
+    scores, value, prior = torch.randn(53, 3), torch.randn(11, 3, 4), torch.randn(11, 3).log_softmax(0)
+    upstream = [torch.randn(7, 3, 4, device=DEVICE), torch.tensor([0.6], device=DEVICE)]
+    dense = [x.to(DEVICE) for x in (scores, value, prior)]
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in dense]
+    results = []
+    for tensors, grads in ((dense, upstream), (strided, [upstream[0].mT.contiguous().mT, upstream[1].expand(1)])):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        result = edge_attention(*leaves[:2], edges, config=WEIBULL, prior=leaves[2], seed=SEED, backend="triton")
+        results.append([result.output, result.kl, *torch.autograd.grad([result.output, result.kl], leaves, grads)])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_prior_shared_by_the_heads_gets_the_sum_of_their_gradients():
+    edges = graph(11, 7, 53)
+    scores, value = torch.randn(53, 3, device=DEVICE), torch.randn(11, 3, 4, device=DEVICE)
+    shared = torch.randn(11, 1, device=DEVICE).log_softmax(0).requires_grad_()
+    own = shared.detach().expand(11, 3).contiguous().requires_grad_()
+    kls = [
+        edge_attention(scores, value, edges, config=WEIBULL, prior=x, seed=SEED, backend="triton").kl for x in (shared, own)
+    ]
+    gradient, by_head = torch.autograd.grad(sum(kls), [shared, own])
+    assert torch.equal(*kls)
+    torch.testing.assert_close(gradient, by_head.sum(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("missing", ["output", "kl"])
+def test_output_or_kl_alone_can_be_differentiated(missing):
+    edges = graph(11, 7, 53)
+    tensors = [torch.randn(53, 3), torch.randn(11, 3, 4), torch.randn(11, 3).log_softmax(0)]
+    results = []
+    for backend in ("triton", "reference"):
+        leaves = [x.to(DEVICE).requires_grad_() for x in tensors]
+        result = edge_attention(*leaves[:2], edges, config=WEIBULL, prior=leaves[2], seed=SEED, backend=backend)
+        loss = result.kl.sum() if missing == "output" else result.output.square().sum()
+        results.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_two_runs_agree_to_the_last_bit():
+    sources, targets, count = (997, 1009, 20011) if HAS_GPU else (11, 7, 53)
+    # no hub: torch adds the runs of a long row in any order on a GPU
+    edges = Edges.sort(*(torch.randint(0, n, (count,), device=DEVICE) for n in (sources, targets)), sources, targets)
+    tensors = [torch.randn(count, 8), torch.randn(sources, 8, 8), torch.randn(sources, 8).log_softmax(0)]
+    upstream = [torch.randn(targets, 8, 8, device=DEVICE), torch.ones(1, device=DEVICE)]
+    runs = [chain_and_node(edges, [x.to(DEVICE) for x in tensors], WEIBULL, upstream)[1] for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
 def test_without_a_kl_only_output_is_computed():
     check((11, 7, 53, 8, 4), ba.AttentionConfig("BAM-NOKL", weibull_k=0.1))
 
@@ -180,7 +274,23 @@ def test_operators_pass_opcheck(kind):
     torch.library.opcheck(fused.edge_attention_forward, arguments)
 
 
-@pytest.mark.parametrize(("variant", "scope"), [("BAM-WC", "graph"), ("BAM-LC", "neighbourhood")])
+@pytest.mark.parametrize("has_prior", [False, True])
+@pytest.mark.parametrize("forms", ["beta_psi log_softmax row_mean", "psi raw sum"])
+def test_the_node_passes_opcheck(has_prior, forms):
+    edges = graph(5, 4, 13)
+    scores = torch.randn(13, 3, device=DEVICE, requires_grad=True)
+    value = torch.randn(5, 3, 4, device=DEVICE, requires_grad=True)
+    prior = torch.randn(5, 3, device=DEVICE).log_softmax(0).requires_grad_() if has_prior else None
+    pointers = (edges.target_pointers, edges.source_pointers, edges.num_rows)
+    seed = torch.tensor(3, device=DEVICE)
+    arguments = (scores, value, prior, seed, *fused.indices_of(edges), *pointers, [2.0, 0.5, 0.25], forms)
+    torch.library.opcheck(weibull_node.weibull_edges_forward, arguments)
+
+
+@pytest.mark.parametrize(
+    ("variant", "scope"),
+    [("BAM-WC", "graph"), ("BAM-WF", "graph"), ("BAM-WC", "neighbourhood"), ("BAM-LC", "neighbourhood")],
+)
 def test_compiles_into_one_graph_with_the_same_results(variant, scope):
     config = ba.AttentionConfig(variant)
     edges = graph(11, 7, 53)
@@ -189,15 +299,18 @@ def test_compiles_into_one_graph_with_the_same_results(variant, scope):
 
     def loss(scores, value, prior, source, target):
         graph = Edges.sort(source, target, 11, 7, check=False)
+        prior = prior.log_softmax(0) if config.prior_kind == "contextual" else None
         result = edge_attention(
-            scores, value, graph, config=config, prior=prior.log_softmax(0), prior_scope=scope, seed=SEED, backend="triton"
+            scores, value, graph, config=config, prior=prior, prior_scope=scope, seed=SEED, backend="triton"
         )
         return result.output.square().sum() + result.kl.sum()
 
     ends = (edges.source, edges.target)
-    expected = torch.autograd.grad(loss(*inputs, *ends), inputs)
+    inputs = inputs if config.prior_kind == "contextual" else inputs[:2]
+    rest = (None, *ends) if len(inputs) == 2 else ends
+    expected = torch.autograd.grad(loss(*inputs, *rest), inputs)
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")
-    for ours, theirs in zip(torch.autograd.grad(compiled(*inputs, *ends), inputs), expected, strict=True):
+    for ours, theirs in zip(torch.autograd.grad(compiled(*inputs, *rest), inputs), expected, strict=True):
         # the compiler may order sums differently
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

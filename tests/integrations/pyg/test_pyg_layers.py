@@ -10,7 +10,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 import bayesattn as ba
 from bayesattn.bench.harness import peak_memory
-from bayesattn.graph import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv
+from bayesattn.graph import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv, attention
 from bayesattn.ops.segment import reference
 
 NODES, TARGETS, IN, OUT, HEADS, EDGE = 11, 6, 5, 4, 3, 2
@@ -301,3 +301,27 @@ def test_a_constructed_layer_compiles_to_one_graph(training):
     torch.testing.assert_close(kl, expected, rtol=1e-4, atol=1e-5)
     if not training:
         torch.testing.assert_close(compiled, output)
+
+
+def test_the_same_tensor_of_edges_is_sorted_once_and_anew_after_a_write(monkeypatch):
+    # as on a GPU, where comparing its entries would wait for the device
+    monkeypatch.setattr(attention, "_COUNTING_DEVICES", ("cpu",))
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared"))
+    layer, x, index, _ = case("gat", "plain", config=ba.AttentionConfig("BAM-WC"))
+    layer(x, index)
+    known = attention._SORTED[layer].edges
+    layer(x, index)
+    assert attention._SORTED[layer].edges is known
+    monkeypatch.undo()
+    index[1, 0] = (index[1, 0] + 1) % NODES
+    layer(x, index)
+    assert attention._SORTED[layer].edges is not known
+    assert int(attention._SORTED[layer].edges.degree[index[1, 0]]) == int((index[1] == index[1, 0]).sum())
+
+
+def test_an_equal_tensor_of_edges_is_not_sorted_again():
+    layer, x, index, _ = case("gat", "plain", config=ba.AttentionConfig("BAM-WC"))
+    layer(x, index)
+    known = attention._SORTED[layer].edges
+    layer(x, index.clone())
+    assert attention._SORTED[layer].edges is known

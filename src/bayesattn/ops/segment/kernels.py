@@ -172,7 +172,7 @@ def edge_backward_kernel(
         delta = _gather(DELTA, target, heads, inside, H)
         grad_scores = weights * (tl.sum(grad * value[None, :, :], 2) - delta)
         if CLEAN:
-            clean = tl.load(CLEAN_LSE + target.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=float("inf"))
+            clean = _gather(CLEAN_LSE, target, heads, inside, H)
             grad_lse = _gather(GRAD_LSE, target, heads, inside, H)
             grad_scores += fast_exp2((scores - clean) * LOG2_E, FAST) * grad_lse
         if MOMENTS:

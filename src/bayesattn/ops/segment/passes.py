@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,8 +45,9 @@ def indices_of(edges: Edges) -> Indices:
     """Return the indices, the same ones for as long as the edges live."""
 
     def build() -> Indices:
-        narrow = [x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers)]
-        return Indices(*narrow, edges.by_source, *runs(edges, "target"), *runs(edges, "source"), edges.num_targets)
+        source, target, numbers = (x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers))
+        by_target, by_source = runs(edges, "target"), runs(edges, "source")
+        return Indices(source, target, numbers, edges.by_source, *by_target, *by_source, edges.num_targets)
 
     return edges.memo("indices", build)
 
@@ -166,7 +168,7 @@ def _backward_launch(
 def backward(
     grad: Tensor,
     delta: Tensor,
-    rows: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rows: Sequence[Tensor | None],
     lse: Tensor,
     clean: Tensor,
     scores: Tensor,

@@ -56,8 +56,14 @@ class Problem(NamedTuple):
         numbers = given.numbers(self.prior_strides is not None)
         # of rows with edges only the device knows the number
         entries = {"sum": 1, "row_mean": self.heads, "mean": max(self.num_edges, 1) * self.heads}[given.reduction]
-        shared = (numbers[name] for name in ("slope", "log_beta", "log_cap"))
-        return Divergent(*shared, 1.0 / entries, given.score_form == "raw", given.reduction == "row_mean")
+        return Divergent(
+            slope=numbers["slope"],
+            log_beta=numbers["log_beta"],
+            log_cap=numbers["log_cap"],
+            weight=1.0 / entries,
+            is_raw=given.score_form == "raw",
+            per_row=given.reduction == "row_mean",
+        )
 
 
 class Plan(NamedTuple):
@@ -100,8 +106,8 @@ def _plan(problem: Problem) -> Plan:
 
 def plan_of(scores: Tensor, prior_strides: tuple[int, ...] | None, graph: Graph, divergence: Divergence) -> Plan:
     """Return the plan of a call; `prior_strides`: of ln Ψ over sources and heads, None without one."""
-    sizes = (graph.source_pointers.shape[0] - 1, graph.target_pointers.shape[0] - 1, *scores.shape)
-    return _plan(Problem(*sizes, prior_strides, divergence))
+    num_sources, num_targets = graph.source_pointers.shape[0] - 1, graph.target_pointers.shape[0] - 1
+    return _plan(Problem(num_sources, num_targets, scores.shape[0], scores.shape[1], prior_strides, divergence))
 
 
 def run_forward(

@@ -96,9 +96,14 @@ def weibull_edges_forward(
     indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
     graph = Graph(indices, target_pointers, source_pointers, num_rows)
     strides = None if log_prior is None else log_prior.stride()
-    plan = plan_of(scores, strides, graph, Divergence(*constants, *forms.split()))
+    plan = plan_of(scores, strides, graph, _divergence(constants, forms))
     *results, alpha = run_forward(plan, scores.contiguous(), value.contiguous(), log_prior, seed, graph)
     return *results, scores.new_empty(0) if alpha is None else alpha  # type: ignore[return-value]  (six)
+
+
+def _divergence(constants: list[float], forms: str) -> Divergence:
+    weibull_k, gamma_beta, gamma_alpha = constants
+    return Divergence(weibull_k, gamma_beta, gamma_alpha, *forms.split())
 
 
 @weibull_edges_forward.register_fake
@@ -136,7 +141,7 @@ def weibull_edges_backward(
     indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
     graph = Graph(indices, target_pointers, source_pointers, num_rows)
     strides = None if alpha is None else alpha.stride()
-    plan = plan_of(scores, strides, graph, Divergence(*constants, *forms.split()))
+    plan = plan_of(scores, strides, graph, _divergence(constants, forms))
     out, lse, clean, first = results
     return run_backward(
         plan, grad, grad_kl, scores.contiguous(), value.contiguous(), seed, graph, out, lse, clean, first, alpha
