@@ -41,12 +41,13 @@ def edge_alpha_kernel(
 
 @triton.jit
 def edge_kl_kernel(
-    CLEAN_LSE, FIRST, SECOND, BEGIN, ROWS, KL, ENTRIES, H, weight, beta, log_beta, log_cap, cap, key_terms,
+    CLEAN_LSE, FIRST, SECOND, BEGIN, ROWS, KL, FIRST_SHARE, ENTRIES, H, weight, beta, log_beta, log_cap, cap, key_terms,
     RAW: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This program's share of Σ_i R_i − s_i (+ LSE_i a_i), the part of the KL that belongs to rows.
 
-    Where α is the same everywhere, the part that belongs to keys is a number, `key_terms`; else that is 0.
+    Where α is the same everywhere, the part that belongs to keys is a number, `key_terms`; else that is 0, and the shares
+    of `edge_alpha_kernel` come first.
     """
     program = tl.program_id(0)
     entry = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +62,7 @@ def edge_kl_kernel(
     else:
         terms += lse * tl.load(FIRST + entry, mask=has_edge, other=0.0) + beta
     total = tl.sum(tl.where(has_edge, terms, 0.0), 0) + tl.where(program == 0, key_terms, 0.0)
-    tl.store(KL + program, total * _weight(ROWS, weight, PER_ROW))
+    tl.store(KL + FIRST_SHARE + program, total * _weight(ROWS, weight, PER_ROW))
 
 
 @triton.jit

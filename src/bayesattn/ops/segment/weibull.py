@@ -97,7 +97,7 @@ def _plan(problem: Problem) -> Plan:
     entries = problem.num_targets * h
     num_rows = blocks_of(entries, BLOCK)
     rows = prepared(
-        kl_kernels.edge_kl_kernel, (num_rows,), entries, h, divergent.weight,
+        kl_kernels.edge_kl_kernel, (num_rows,), num_alpha, entries, h, divergent.weight,
         *(numbers[name] for name in ("beta", "log_beta", "log_cap", "cap")), key_terms, RAW=divergent.is_raw,
         PER_ROW=divergent.per_row, BLOCK=BLOCK,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def run_forward(
         plan.alpha(log_prior, graph.source_pointers, graph.num_rows, alpha, shares)
     out, lse, clean, first, second = passes.forward(scores, value, alpha, seed, graph.indices, plan.draw, True, True)
     if plan.num_programs > plan.num_alpha:
-        plan.rows(clean, first, second, graph.target_pointers, graph.num_rows, shares[plan.num_alpha :])
+        plan.rows(clean, first, second, graph.target_pointers, graph.num_rows, shares)
     return out, shares.sum(dim=0, keepdim=True), lse, clean, first, alpha
 
 
