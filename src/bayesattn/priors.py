@@ -83,13 +83,27 @@ class ContextualPrior(nn.Module):
             key: Keys, split into heads.
             valid: Keys that at least one query may attend to; None means all.
         """
-        if self.runs_fused(key):
+        if self._runs_fused(key):
             # only now: a machine without a GPU need not have triton
             from bayesattn.ops.prior import triton
 
-            weights = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-            return triton.log_prior(key.detach() if self.detach_keys else key, *weights, valid)
+            return triton.log_prior(key.detach() if self.detach_keys else key, *self._weights, valid)
         return contextual_log_prior(self.logits(key), valid)
+
+    def of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> Float[Tensor, "n h"]:
+        """Return ln Ψ of the nodes of a graph.
+
+        Args:
+            key: Features of every node, split into heads.
+            used: Nodes that are the source of some edge.
+        """
+        if self._runs_fused(key):
+            from bayesattn.ops.prior import triton
+
+            return triton.log_prior_of_nodes(key.detach() if self.detach_keys else key, *self._weights, used)
+        logits = self.logits(key.transpose(0, 1)) if self.num_networks > 1 else self.logits(key).transpose(0, 1)
+        # squeezing gives the gradient back as it is, indexing would put it into a tensor of zeros
+        return contextual_log_prior(logits.unsqueeze(0), used).squeeze(2).squeeze(0).transpose(0, 1)
 
     def logits(self, key: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n"]:
         """Return F₂(relu(F₁(K))); where the heads share a network, the leading axes may be any."""
@@ -102,8 +116,12 @@ class ContextualPrior(nn.Module):
         hidden = F.linear(key, self.weight_in.squeeze(0).T, self.bias_in.flatten()).relu_()
         return F.linear(hidden, self.weight_out.squeeze(0).T, self.bias_out.flatten()).squeeze(-1)
 
-    def runs_fused(self, key: Float[Tensor, "*s d"]) -> bool:
-        """Whether `forward` takes the kernels: they compute in float32, and the compiler fuses by itself."""
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.weight_in, self.bias_in, self.weight_out, self.bias_out
+
+    def _runs_fused(self, key: Tensor) -> bool:
+        # the kernels compute in float32; the compiler fuses by itself
         return (
             (key.is_cuda or INTERPRETED)
             and HAS_TRITON

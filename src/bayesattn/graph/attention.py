@@ -27,7 +27,6 @@ from bayesattn.nn import BayesianModule
 from bayesattn.ops.precision import upcast, without_autocast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.priors import contextual_log_prior
 
 
 class _Sorted(NamedTuple):
@@ -231,14 +230,7 @@ class EdgeAttentionModule(BayesianModule):
             return None
         used = edges.memo("used", lambda: (edges.out_degree > 0).view(1, 1, -1))
         with without_autocast(keys.device.type):
-            if self.bayes_prior.runs_fused(keys):
-                log_prior = self.bayes_prior(keys.transpose(0, 1).unsqueeze(0), used)
-            elif self.bayes_prior.num_networks > 1:
-                log_prior = contextual_log_prior(self.bayes_prior.logits(keys.transpose(0, 1)).unsqueeze(0), used)
-            else:
-                log_prior = contextual_log_prior(self.bayes_prior.logits(keys).transpose(0, 1).unsqueeze(0), used)
-            # squeezing gives the gradient back as it is, indexing would put it into a tensor of zeros
-            return log_prior.squeeze(2).squeeze(0).transpose(0, 1)
+            return self.bayes_prior.of_nodes(keys, used)
 
 
 def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tensor, " e"]]:

@@ -30,7 +30,19 @@ def log_prior(
     valid: Bool[Tensor, "#b #h n"] | None,
 ) -> Float[Tensor, "b h 1 n"]:
     """Return ln Ψ of every key in float32, as `priors.ContextualPrior` defines it."""
-    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid)
+    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid, False)
+
+
+def log_prior_of_nodes(
+    key: Float[Tensor, "n h d"],
+    weight_in: Float[Tensor, "networks d hidden"],
+    bias_in: Float[Tensor, "networks 1 hidden"],
+    weight_out: Float[Tensor, "networks hidden 1"],
+    bias_out: Float[Tensor, "networks 1 1"],
+    used: Bool[Tensor, "1 1 n"],
+) -> Float[Tensor, "n h"]:
+    """Return the same of a graph's nodes; turning the axes inside of the node costs autograd nothing."""
+    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, used, True)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -77,8 +89,8 @@ def _strides(valid: Tensor | None) -> tuple[int, int] | None:
 
 class _LogPrior(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, valid):
-        key = aligned(key)
+    def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, valid, by_node):
+        key = aligned(key.transpose(0, 1).unsqueeze(0) if by_node else key)
         (b, h, n, _), (networks, _, hidden) = key.shape, weight_in.shape
         weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
         logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
@@ -90,12 +102,14 @@ class _LogPrior(torch.autograd.Function):
         compute(key, *weights, logits)
         normalise(logits, logits if valid is None else valid, out)
         ctx.save_for_backward(key, *weights, valid, out)
-        return out
+        ctx.by_node = by_node
+        return out.view(h, n).t() if by_node else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         key, weight_in, bias_in, weight_out, bias_out, valid, out = ctx.saved_tensors
+        grad = grad.t()[None, :, None] if ctx.by_node else grad
         networks, _, hidden = weight_in.shape
         grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
         launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
@@ -107,4 +121,7 @@ class _LogPrior(torch.autograd.Function):
         )  # fmt: skip
         weights = (weight_in, bias_in, weight_out, bias_out)
         parts = sums.sum(dim=0).split([weight.numel() for weight in weights])
-        return grad_key, *(part.view(weight.shape).to(weight.dtype) for part, weight in zip(parts, weights)), None
+        grads = [part.view(weight.shape).to(weight.dtype) for part, weight in zip(parts, weights)]
+        if grad_key is not None and ctx.by_node:
+            grad_key = grad_key.squeeze(0).transpose(0, 1)
+        return grad_key, *grads, None, None
