@@ -235,8 +235,9 @@ def edge_attention(
     wants_kl = need_kl and config.has_kl
     chosen = _choose_for_edges(backend, segment_support.EdgeCall(scores, value, edges, config, sample, dropout_p))
     options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
-    is_shared = prior is not None and prior.shape[1] != scores.shape[1]
-    options["log_prior"] = prior.expand(-1, scores.shape[1]) if is_shared else prior
+    if prior is not None and prior.shape[1] != scores.shape[1]:
+        prior = prior.expand(-1, scores.shape[1])
+    options["log_prior"] = prior
     with without_autocast(scores.device.type):
         if chosen == "triton":
             from bayesattn.ops.segment import triton
