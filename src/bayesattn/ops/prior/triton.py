@@ -114,7 +114,11 @@ class _LogPrior(torch.autograd.Function):
         grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
         launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
         sums = out.new_empty(shape)
-        totals = grad.sum(dim=-1) if key.shape[2] > MANY_KEYS else out
+        totals = out
+        if key.shape[2] > MANY_KEYS:
+            # a node without an edge has no gradient; a masked key may have one, which is of no use
+            is_clean = valid is None or ctx.by_node
+            totals = (grad if is_clean else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
         launch(
             key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad, totals,
             key if grad_key is None else grad_key, sums,
