@@ -65,7 +65,7 @@ def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
     entries of an example; one whose batch is anything else raises. Activation checkpointing gets the same noise again.
 
     Args:
-        seeds: One per example of the batch, in its order.
+        seeds: One per example of the batch, in its order, on any device.
     """
     if getattr(_local, "scope", None) is not None:
         raise RuntimeError("keyed_noise() inside keyed_noise(): allowed is one scope for a batch")
@@ -109,7 +109,8 @@ class _Scope:
     """Counts the calls of a forward pass and hands out their seeds."""
 
     def __init__(self, seeds: Int[Tensor, " b"]) -> None:
-        self.seeds = seeds
+        # the seeds of the calls are derived on the host, many at once
+        self.seeds = seeds.cpu()
         self.numbers: dict[int, int] = {}
         self._tables: list[Int[Tensor, "calls b"]] = []
 
