@@ -117,8 +117,8 @@ class _LogPrior(torch.autograd.Function):
         totals = out
         if key.shape[2] > MANY_KEYS:
             # a node without an edge has no gradient; a masked key may have one, which is of no use
-            is_clean = valid is None or ctx.by_node
-            totals = (grad if is_clean else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
+            counted = grad if valid is None or ctx.by_node else grad.where(valid.unsqueeze(2), 0.0)
+            totals = counted.sum(dim=-1)
         launch(
             key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad, totals,
             key if grad_key is None else grad_key, sums,
