@@ -151,7 +151,8 @@ def measure_run(
 ) -> dict[str, Any]:
     """Return everything the tables say of a finished run; the translations of the main test are kept, for its p-value.
 
-    Without `closely` neither the out-of-domain test nor what needs draws is measured; `not_measured` says so.
+    Without `closely` neither the out-of-domain test nor what needs draws is measured, without `foreign` not that test;
+    `not_measured` says so.
     """
     _, vocabulary, model = load_run(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -160,7 +161,9 @@ def measure_run(
     kinds: dict[str, bleu.Kind] = dict.fromkeys(tests, "tokenised" if config.dataset == "iwslt14" else "cased")
     if closely and foreign is not None and config.dataset != "iwslt14":
         tests[OUT_OF_DOMAIN], kinds[OUT_OF_DOMAIN] = foreign, "lowercase"
-    run = read_run(folder)
+    run, not_measured = read_run(folder), [] if closely else ["uncertainty", "calibration"]
+    if OUT_OF_DOMAIN not in tests and config.dataset != "iwslt14":
+        not_measured.insert(0, OUT_OF_DOMAIN)
     seconds, quality = {"train": run["train_seconds"]}, {}
     uncertainty, calibration = {}, {}
     with tf32_products():
@@ -177,7 +180,7 @@ def measure_run(
         "tests": {s: {k: v for k, v in found.items() if s == main or k != "outputs"} for s, found in quality.items()},
         "uncertainty": uncertainty,
         "calibration": calibration,
-        "not_measured": [] if closely else [OUT_OF_DOMAIN, "uncertainty", "calibration"],
+        "not_measured": not_measured,
         "parameters": run["num_parameters"],
         "seconds": seconds,
     }
