@@ -216,19 +216,31 @@ def test_command_writes_json_lines_and_figures(run, monkeypatch, capsys, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "message"),
+    ("content", "message"),
     [
-        (b"eins\n\nzwei\n", [], "input, line 2 is empty; allowed: one sentence a line"),
-        (b"eins\nzw\xffei\n", [], "input, line 2 is not UTF-8: invalid start byte at byte 3"),
-        (b"eins\n" + b"zwei " * 200 + b"\n", [], "input, line 2 has 200 tokens; allowed: at most 125"),
-        (b"eins\n", ["--method", "dropout"], "method is 'dropout'; allowed for this run: mean, attention"),
+        (b"eins\n\nzwei\n", "input, line 2 is empty; allowed: one sentence a line"),
+        (b"eins\nzw\xffei\n", "input, line 2 is not UTF-8: invalid start byte at byte 3"),
+        (b"eins\n" + b"zwei " * 200 + b"\n", "input, line 2 has 200 tokens; allowed: at most 125"),
     ],
 )
-def test_bad_input_is_one_line_with_its_number(run, monkeypatch, capsys, content, words, message):
-    assert call(monkeypatch, content, "translate", run, *words) == 2
+def test_bad_input_is_one_line_with_its_number(run, monkeypatch, capsys, content, message):
+    assert call(monkeypatch, content, "translate", run) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "dropout"], "method is 'dropout'; allowed for this run: mean, attention"),
+        (["--plots", __file__], "test_translation_train.py', which is not a folder"),
+    ],
+)
+def test_bad_options_are_named_before_anything_is_translated(run, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("bayesattn.recipes.translation.translate.decode", lambda *args, **options: 1 / 0)
+    assert call(monkeypatch, b"eins\n", "translate", run, *words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_unknown_folder_is_named(monkeypatch, capsys, tmp_path):

@@ -33,6 +33,8 @@ def translate(
     from bayesattn.recipes import load
     from bayesattn.recipes.translation.text import decode_lines
 
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise ValueError(f"plots is {str(plots)!r}, which is not a folder")
     config, vocabulary, model = load("translation", "train").load_run(run)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     sentences = decode_lines(sys.stdin.buffer.read(), "input")

@@ -33,10 +33,15 @@ def available_methods(model: Translator) -> list[str]:
     return ["mean", *(["dropout"] if drops else [])]
 
 
-def drawing(model: Translator, method: str) -> AbstractContextManager[object]:
-    """Return the context in which calls of the model draw: nothing, attention noise, dropout masks, or both."""
+def check_method(model: Translator, method: str) -> None:
+    """Refuse what cannot be drawn from a model."""
     if method not in available_methods(model):
         raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(available_methods(model))}")
+
+
+def drawing(model: Translator, method: str) -> AbstractContextManager[object]:
+    """Return the context in which calls of the model draw: nothing, attention noise, dropout masks, or both."""
+    check_method(model, method)
     return nullcontext() if method == "mean" else sampling(model, dropout=method.endswith("dropout"))
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from bayesattn.recipes.translation.batches import Corpus, token_batches
-from bayesattn.recipes.translation.draws import Judged, available_methods, decode, decode_draws, disagreement, judge
+from bayesattn.recipes.translation.draws import (
+    Judged,
+    available_methods,
+    check_method,
+    decode,
+    decode_draws,
+    disagreement,
+    judge,
+)
 from bayesattn.recipes.translation.model import Translator, evaluation_tokens
 from bayesattn.recipes.translation.vocabulary import END, Vocabulary
 
@@ -101,6 +109,7 @@ def translate(
         name: What the lines are lines of, for errors.
     """
     method = available_methods(model)[:2][-1] if method is None else method
+    check_method(model, method)
     encoded = vocabulary.encode(sentences)
     check_lengths(encoded, max_tokens, name)
     sources = [[*tokens, END] for tokens in encoded]
