@@ -218,7 +218,9 @@ def test_runs_cover_every_edge_once(longest):
         assert begin[-1] == 53
 
 
-def test_outputs_are_fully_written(monkeypatch):
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New memory is NaN, so that what nobody wrote is seen."""
     empty, like = torch.Tensor.new_empty, torch.empty_like
 
     def poison(x):
@@ -226,19 +228,24 @@ def test_outputs_are_fully_written(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kwargs: poison(empty(self, *args, **kwargs)))
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(like(*args, **kwargs)))
+
+
+def test_outputs_are_fully_written(poisoned):
     check((11, 7, 53, 3, 5), WEIBULL)
     check((11, 7, 53, 3, 5), ba.AttentionConfig("BAM-LC"), "neighbourhood")
 
 
-def test_a_graph_without_edges_gives_zero():
+@pytest.mark.parametrize("num_targets", [7, 0])
+def test_a_graph_without_edges_gives_zero(num_targets, poisoned):
     none = torch.zeros(0, dtype=torch.long, device=DEVICE)
-    edges = Edges.sort(none, none, 5, 7)
+    edges = Edges.sort(none, none, 5, num_targets)
     value = torch.randn(5, 3, 4, device=DEVICE, requires_grad=True)
-    prior = torch.zeros(5, 3, device=DEVICE)
+    prior = torch.zeros(5, 3, device=DEVICE, requires_grad=True)
     result = edge_attention(torch.zeros(0, 3, device=DEVICE), value, edges, config=WEIBULL, prior=prior, backend="triton")
     (result.output.sum() + result.kl.sum()).backward()
     assert not result.output.any()
     assert not value.grad.any()
+    assert not prior.grad.any()
     assert result.kl.item() == 0.0
 
 
@@ -321,6 +328,7 @@ def test_compiles_into_one_graph_with_the_same_results(variant, scope):
         ({"dropout_p": 0.1}, "no dropout"),
         ({"sample": False}, "not sampled"),
         ({"value": torch.zeros(11, 3, 257)}, "257 features"),
+        ({"value": torch.zeros(11, 3, 0)}, "no features"),
         ({"value": torch.zeros(11, 3, 4, dtype=torch.float64)}, "float64"),
     ],
 )

@@ -41,8 +41,8 @@ def runs(edges: Edges, side: str) -> Runs:
 
     def build() -> Runs:
         # the number of runs is bounded without looking at the degrees; a compiler must not look
-        is_short = not torch.compiler.is_compiling() and int(pointers.diff().max()) <= LONGEST_RUN
-        if is_short:
+        has_nodes = len(pointers) > 1
+        if not has_nodes or (not torch.compiler.is_compiling() and int(pointers.diff().max()) <= LONGEST_RUN):
             return pointers, torch.arange(len(pointers) - 1, dtype=torch.int32, device=pointers.device)
         return split_rows(pointers, len(edges), LONGEST_RUN)
 

@@ -146,7 +146,8 @@ def prepare(
     n, h, d = out.shape
     delta = out.new_empty((n, h))
     grad_lse = delta.new_empty(0 if divergent is None else (n, h))
-    pull = delta.new_empty(0 if divergent is None else 1)
+    # without a row nobody writes it, and the prior's gradient is a multiple of it
+    pull = delta.new_zeros(1) if divergent is not None and not n else delta.new_empty(0 if divergent is None else 1)
     # a pointer that no switch reads still has to be one
     read = [out if x is None else x for x in (clean, first, grad_kl, num_rows)]
     if out.numel():
