@@ -34,13 +34,18 @@ class _Sorted(NamedTuple):
 
     ends: tuple[Tensor, Tensor]
     edges: Edges
-    # the tensor they came in, where it was on a GPU, and how often it had been written to
+    # the tensor they came in, where it was on a GPU, and what it was like
     given: ref[Tensor] | None
-    version: int
+    stamp: tuple[Any, ...]
 
-    def is_from(self, edge_index: Tensor) -> bool:
+    def is_from(self, edge_index: Tensor, flow: str) -> bool:
         """Whether that very tensor is given again, unchanged; to compare its entries would be to wait for the GPU."""
-        return self.given is not None and self.given() is edge_index and edge_index._version == self.version
+        return self.given is not None and self.given() is edge_index and self.stamp == _stamp(edge_index, flow)
+
+
+def _stamp(edge_index: Tensor, flow: str) -> tuple[Any, ...]:
+    """Return how often a tensor was written to, where it lies, and which of its rows are the sources."""
+    return edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride(), flow
 
 
 # of every layer; not on the layer, which is copied and pickled
@@ -244,7 +249,7 @@ def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tens
 
 
 def _sorted_edges(
-    layer: nn.Module, edge_index: Tensor, ends: tuple[Tensor, Tensor], num_sources: int, num_targets: int
+    layer: EdgeAttentionModule, edge_index: Tensor, ends: tuple[Tensor, Tensor], num_sources: int, num_targets: int
 ) -> Edges:
     """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see."""
     if torch.compiler.is_compiling():
@@ -252,19 +257,19 @@ def _sorted_edges(
     known = _SORTED.get(layer)
     if known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets):
         is_same_place = known.ends[0].device == ends[0].device and known.ends[0].dtype == ends[0].dtype
-        if known.is_from(edge_index):
+        if known.is_from(edge_index, layer.flow):
             return known.edges
         if is_same_place and all(torch.equal(a, b) for a, b in zip(known.ends, ends, strict=True)):
-            _SORTED[layer] = known._replace(**_mark(edge_index))
+            _SORTED[layer] = known._replace(**_mark(edge_index, layer.flow))
             return known.edges
     edges = Edges.sort(*ends, num_sources, num_targets)
     # copies: the caller may change its own tensor in place
-    _SORTED[layer] = _Sorted((ends[0].clone(), ends[1].clone()), edges, **_mark(edge_index))
+    _SORTED[layer] = _Sorted((ends[0].clone(), ends[1].clone()), edges, **_mark(edge_index, layer.flow))
     return edges
 
 
-def _mark(edge_index: Tensor) -> dict[str, Any]:
+def _mark(edge_index: Tensor, flow: str) -> dict[str, Any]:
     """Return what a tensor is known by next time; inference mode counts nothing."""
     if edge_index.device.type not in _COUNTING_DEVICES or edge_index.is_inference():
-        return {"given": None, "version": 0}
-    return {"given": ref(edge_index), "version": edge_index._version}
+        return {"given": None, "stamp": ()}
+    return {"given": ref(edge_index), "stamp": _stamp(edge_index, flow)}

@@ -319,6 +319,20 @@ def test_the_same_tensor_of_edges_is_sorted_once_and_anew_after_a_write(monkeypa
     assert int(attention._SORTED[layer].edges.degree[index[1, 0]]) == int((index[1] == index[1, 0]).sum())
 
 
+@pytest.mark.parametrize("change", ["another memory", "the other flow"])
+def test_the_same_tensor_with_other_edges_is_sorted_anew(change, monkeypatch):
+    monkeypatch.setattr(attention, "_COUNTING_DEVICES", ("cpu",))
+    layer, x, index, _ = case("gat", "plain", config=ba.AttentionConfig("BAM-WC"))
+    layer(x, index)
+    known = attention._SORTED[layer].edges
+    if change == "another memory":
+        index.data = index.flip(0)  # which counts as no write
+    else:
+        layer.flow = "target_to_source"
+    layer(x, index)
+    assert torch.equal(attention._SORTED[layer].edges.degree, known.out_degree)
+
+
 def test_an_equal_tensor_of_edges_is_not_sorted_again():
     layer, x, index, _ = case("gat", "plain", config=ba.AttentionConfig("BAM-WC"))
     layer(x, index)
