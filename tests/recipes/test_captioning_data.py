@@ -196,7 +196,7 @@ def test_missing_and_corrupt_pictures_are_named(tmp_path):
     folder = write_flickr8k(tmp_path)
     (folder / "images_8x8.tar").unlink()
     assert load_data("flickr8k", tmp_path).images is None
-    with pytest.raises(ValueError, match=r"image is 'one.jpg'; the data set has no pictures"):
+    with pytest.raises(ValueError, match=r"image is 'one.jpg', neither a file nor one of the data set's 0 pictures"):
         load_data("flickr8k", tmp_path).picture("one.jpg")
     (folder / "images").mkdir()
     (folder / "images" / "one.jpg").write_bytes(b"\xff\xd8\xff\xe0 not a whole JPEG")

@@ -161,6 +161,7 @@ def test_own_texts_bring_their_classes(tmp_path):
         ("text\tlabel\nA.\tx\nB.\tx\n", "at least two different ones"),
         ("text\tlabel\nA.\tx\nB.\n", "line 3: has 1 fields"),
         ("text\tlabel\nA.\tx\nB.\t\n", "line 3: label is ''; allowed: 'x', 'y'"),
+        ("text\tlabel\nA.\tx\nB.\ty\tz\n", "3: has 3 fields"),  # the only row of its class
     ],
 )
 def test_bad_file_of_ones_own_is_an_error(text, message, tmp_path):

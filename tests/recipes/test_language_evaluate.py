@@ -377,6 +377,13 @@ def test_bad_input_of_predict_is_one_line(options, stdin, message, bayesian_run,
     assert error.count("\n") == 1
 
 
+def test_predict_says_which_recipe_it_is_for(bayesian_run, tmp_path, capsys):
+    run = json.loads((bayesian_run / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(run | {"recipe": "vqa"}))
+    assert call("predict", tmp_path, "--text", "a") == 2
+    assert "is a run of recipe 'vqa'; allowed here: 'language'" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(shared_data() is None, reason="the shared data folder is not there")
 def test_mrpc_of_the_shared_data_has_qqp_as_its_shift():
     found = shifted_splits(TASKS["mrpc"], [], (1.0,), shared_data())

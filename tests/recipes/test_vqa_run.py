@@ -165,6 +165,7 @@ def test_mistakes_in_asking_are_one_line(run, picture, tmp_path, capsys):
     broken.write_bytes(b"\xff\xd8\xff no picture")
     for arguments, message in (
         ((tmp_path / "nowhere.jpg", "what?"), "cannot be read"),
+        (("nowhere.jpg", "what?"), "image is 'nowhere.jpg', neither a file nor one of the data set's pictures"),
         ((broken, "what?"), "cannot be decoded"),
         ((picture[0], " "), "question is empty"),
         ((picture[0], "what?", "--features", broken), "allowed for a run on shapes: none"),

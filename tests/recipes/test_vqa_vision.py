@@ -233,7 +233,7 @@ def test_corrupt_jpeg_is_a_clear_error_or_a_counted_skip(tmp_path, damage):
     broken = {"truncated": whole[: len(whole) // 2], "garbage": b"\x00" * 500, "empty": b""}[damage]
     write_tar(tmp_path / "all.tar", {"a.jpg": jpeg(), "b.jpg": broken})
     source = ImageSource(tmp_path / "all.tar")
-    with pytest.raises(ValueError, match=r"image 'b.jpg' of .* cannot be decoded"):
+    with pytest.raises(ValueError, match=r"image 'b.jpg' of .* cannot be decoded: (?!.*0x)"):  # no address of an object
         source.read("b.jpg")
     assert list(source.unreadable(source.names)) == ["b.jpg"]
 

@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def predict(
-        run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a recipe that serves, such as language.")],
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of recipe language.")],
         text: Annotated[str | None, typer.Option(help="The text, or the question.")] = None,
         second: Annotated[
             str | None, typer.Option(help="The second text of a pair, or the paragraph of a question.")
@@ -33,13 +33,12 @@ def register(app: typer.Typer) -> None:
         answered before the next is read.
         """
         from bayesattn import recipes
-        from bayesattn.runs import read_run
 
         if text is not None and file is not None:
             raise ValueError("both --text and --file are given; allowed: one of them, or neither for standard input")
         if second is not None and text is None:
             raise ValueError("--second is given without --text; allowed: both, or lines with two texts")
-        serve = recipes.load(read_run(run)["recipe"], "serve")
+        serve = recipes.load("language", "serve")
         model = serve.load(run, num_samples=samples, threshold=threshold, seed=seed, method=method)
         if text is not None:
             print(_line(model(*(part for part in (text, second) if part is not None))))

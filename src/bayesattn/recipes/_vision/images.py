@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
@@ -31,6 +31,9 @@ def decode_image(content: bytes, name: str, max_side: int | None = None) -> UInt
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content)) as image:
                 rgb = image.convert("RGB")
+    except UnidentifiedImageError:
+        # Pillow's own message names an object in memory
+        raise ValueError(f"image {name} cannot be decoded: no known format; allowed: a whole JPEG, PNG or similar") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"image {name} cannot be decoded: {error}; allowed: a whole JPEG, PNG or similar") from None
     if max_side is not None:

@@ -69,10 +69,8 @@ class CaptionData:
         if isinstance(self.images, ImageSource):
             return self.images.read(name)
         if self.images is None or name not in self.images:
-            have = (
-                "no pictures" if self.images is None else f"{len(self.images)} pictures, {next(iter(self.images))!r} first"
-            )
-            raise ValueError(f"image is {name!r}; the data set has {have}")
+            have = "0 pictures" if self.images is None else f"{len(self.images)} pictures ({next(iter(self.images))!r} first)"
+            raise ValueError(f"image is {name!r}, neither a file nor one of the data set's {have}")
         return self.images[name]
 
 

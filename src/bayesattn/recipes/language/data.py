@@ -131,6 +131,8 @@ def _own_task(text: str, where: str) -> Task:
     # an empty label is a gap in the file, no class; `read_examples` says in which line
     labels = tuple(sorted({row[place] for _, row in rows if len(row) == len(header) and row[place].strip()}))
     if len(labels) < 2:
+        # a malformed row may be the only one of its class: it is named first
+        read_examples(replace(find_task("own"), texts=texts, labels=labels, class_names=labels), text, where)
         raise ValueError(f"{where} has the labels {list(labels)}; allowed: at least two different ones")
     return replace(find_task("own"), texts=texts, labels=labels, class_names=labels)
 

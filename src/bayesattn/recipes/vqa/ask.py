@@ -167,10 +167,12 @@ def _picture(config: VQAConfig, image: Path, data: Path | None) -> UInt8[Tensor,
             pictures = load_splits(config.data, None)["test"].pictures
         elif data is not None:
             pictures = find_pictures(config.data.dataset, data / config.data.dataset)
+    if pictures is None:
+        return read_image(image)
     for name in (image.name, image.stem):
-        if pictures is not None and name in pictures:
+        if name in pictures:
             return pictures.read(name)
-    return read_image(image)
+    raise ValueError(f"image is {image.name!r}, neither a file nor one of the data set's pictures")
 
 
 def _find(config: VQAConfig, image: Path, features: Path | None, data: Path | None) -> tuple[Regions, str]:
