@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from bayesattn.recipes._tables import paired, show
 from bayesattn.recipes.captioning import reproduce as captioning
 from bayesattn.recipes.captioning import train as captioning_train
 from bayesattn.recipes.vqa import reproduce as vqa
 from bayesattn.recipes.vqa import train as vqa_train
 from bayesattn.recipes.vqa.tables import render
+from bayesattn.report.aggregate import over_runs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "results"
@@ -57,6 +59,48 @@ def test_tables_of_answers_are_those_of_the_runs(dataset):
             measures = cells.setdefault(row["variant"], {}).setdefault(int(row["seed"]), {})
             measures[row["measure"]] = int(value) if row["measure"] == "num_parameters" else value
     assert tables("vqa.md")[dataset] == lines(render(dataset, cells, vqa.NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "hard (REINFORCE)"])
+def test_first_table_of_captions_is_of_the_five_beams(variant):
+    found = [row for row in rows("captioning.csv") if (row["search"], row["variant"]) == ("5 beams", variant)]
+    cells = [show(over_runs([float(row[name]) for row in found]), 1.0, 1) for name in ("BLEU-4", "CIDEr")]
+    assert f"| {variant} | {' | '.join(cells)} |" in (FOLDER / "captioning.md").read_text(encoding="utf-8")
+
+
+def test_what_the_page_of_answers_says_first_is_in_the_csv():
+    values: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in rows("vqa.csv"):
+        values.setdefault((row["dataset"], row["variant"], row["measure"]), {})[int(row["seed"])] = float(row["value"])
+    conditions = {name.removesuffix(" pavpu_05") for _, _, name in values if name.endswith(" pavpu_05")}
+
+    def compared(dataset: str, variants: list[str], measure: str):
+        keys = [(variant, f"{condition} {measure}") for variant in variants for condition in conditions]
+        return [
+            paired(values[dataset, variant, name], values[dataset, "soft", name])
+            for variant, name in keys
+            if (dataset, variant, name) in values
+        ]
+
+    def ends(found, digits: int) -> tuple[float, float]:
+        differences = [x.difference.value for x in found]
+        return round(min(differences), digits), round(max(differences), digits)
+
+    accuracy, certain = compared("daquar", ["wc"], "accuracy"), compared("daquar", ["wc"], "pavpu_05")
+    assert ends(accuracy, 3) == (-0.003, -0.001)
+    assert sum(x.p_value < 0.05 for x in accuracy) == 2
+    assert min(x.p_value for x in accuracy) * len(accuracy) > 0.05  # Bonferroni's correction
+    assert ends(certain, 3) == (-0.029, -0.021)
+    assert max(x.p_value for x in certain) < 1e-4
+    assert ends(compared("daquar", ["wc"], "nll"), 2) == (0.07, 0.12)
+    others = ["nokl", "lf", "lc", "wf"]
+    accuracy = compared("daquar", others, "accuracy")
+    assert (len(accuracy), ends(accuracy, 3)) == (28, (-0.006, 0.005))
+    assert sum(x.p_value <= 0.09 for x in accuracy) == 1
+    assert ends(compared("daquar", others, "pavpu_05"), 3) == (-0.05, -0.019)
+    accuracy = compared("shapes", [*others, "wc"], "accuracy")
+    assert ends(accuracy, 3) == (-0.035, 0.032)
+    assert min(x.p_value for x in accuracy) >= 0.1
 
 
 @pytest.mark.parametrize("name", ["vqa-noisy-validation.csv", "vqa-sizes-validation.csv"])
