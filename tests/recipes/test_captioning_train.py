@@ -273,7 +273,10 @@ def test_regions_without_places_are_described_without_an_overlay(run, data, call
 
 def test_mistakes_of_caption_are_one_line(run, call, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 not a whole JPEG")
-    for image, message in ((tmp_path / "broken.jpg", "cannot be decoded"), ("absent.jpg", "image is 'absent.jpg', neither a file nor")):
+    for image, message in (
+        (tmp_path / "broken.jpg", "cannot be decoded"),
+        ("absent.jpg", "image is 'absent.jpg', neither a file nor"),
+    ):
         code, streams = call("caption", run, image, "--out", tmp_path / "out.png")
         assert (code, streams.err.count("\n")) == (2, 1)
         assert message in streams.err

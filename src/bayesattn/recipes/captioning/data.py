@@ -69,7 +69,7 @@ class CaptionData:
         if isinstance(self.images, ImageSource):
             return self.images.read(name)
         if self.images is None or name not in self.images:
-            have = "0 pictures" if self.images is None else f"{len(self.images)} pictures ({next(iter(self.images))!r} first)"
+            have = "0 pictures" if not self.images else f"{len(self.images)} pictures ({next(iter(self.images))!r} first)"
             raise ValueError(f"image is {name!r}, neither a file nor one of the data set's {have}")
         return self.images[name]
 
