@@ -88,6 +88,18 @@ def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest:
     torch.autograd.backward([output, kl.total()], [torch.ones_like(output), torch.ones(())])
 
 
+# a graph layer with the Weibull family and a contextual prior, in the order of the launches
+CONTEXTUAL_GRAPH = [
+    "prior_logits_kernel",
+    "prior_softmax_kernel",
+    "edge_alpha_kernel",
+    "edge_forward_kernel",
+    "edge_kl_kernel",
+    "edge_prepare_kernel",
+    "edge_backward_kernel",
+    "prior_grad_kernel",
+]
+
 CASES = {
     "one node": (
         lambda: attend(torch.bfloat16, "BAM-WC", masked=True, is_causal=False, in_one_pass=True),
@@ -107,29 +119,11 @@ CASES = {
     ),
     "graph": (
         lambda: graph(torch.float32, "BAM-WC"),
-        [
-            "prior_logits_kernel",
-            "prior_softmax_kernel",
-            "edge_alpha_kernel",
-            "edge_forward_kernel",
-            "edge_kl_kernel",
-            "edge_prepare_kernel",
-            "edge_backward_kernel",
-            "prior_grad_kernel",
-        ],
+        CONTEXTUAL_GRAPH,
     ),
     "graph, sum over raw scores, split rows": (
         lambda: graph(torch.bfloat16, "BAM-WC", "paper", longest=1),
-        [
-            "prior_logits_kernel",
-            "prior_softmax_kernel",
-            "edge_alpha_kernel",
-            "edge_forward_kernel",
-            "edge_kl_kernel",
-            "edge_prepare_kernel",
-            "edge_backward_kernel",
-            "prior_grad_kernel",
-        ],
+        CONTEXTUAL_GRAPH,
     ),
     "graph, fixed prior": (
         lambda: graph(torch.float16, "BAM-WF", "official-code"),

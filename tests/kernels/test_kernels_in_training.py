@@ -9,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
+from replays import check_replays
+
 import bayesattn as ba
-from bayesattn.bench.harness import peak_memory, recorded
+from bayesattn.bench.harness import peak_memory
 from bayesattn.functional import attention
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
@@ -111,14 +113,7 @@ def test_a_cuda_graph_draws_anew_at_every_replay_and_repeats_a_seed(variant):
         held[:] = [output.detach(), block.project.weight.grad]
         block.zero_grad()
 
-    replay, found = recorded(call), []
-    for seed in (5, None, 5):
-        if seed is not None:
-            torch.manual_seed(seed)
-        replay()
-        found.append([x.clone() for x in held])
-    same(found[2], found[0])
-    assert not torch.allclose(found[1][0], found[0][0])
+    check_replays(call, held)
 
 
 @needs_gpu

@@ -290,7 +290,8 @@ def test_the_node_passes_opcheck(has_prior, forms):
     prior = torch.randn(5, 3, device=DEVICE).log_softmax(0).requires_grad_() if has_prior else None
     pointers = (edges.target_pointers, edges.source_pointers, edges.num_rows)
     seed = torch.tensor(3, device=DEVICE)
-    arguments = (scores, value, prior, seed, *fused.indices_of(edges), *pointers, [2.0, 0.5, 0.25], forms)
+    *indices, num_targets = fused.indices_of(edges)
+    arguments = (scores, value, prior, seed, [*indices, *pointers], num_targets, [2.0, 0.5, 0.25], forms)
     torch.library.opcheck(weibull_node.weibull_edges_forward, arguments)
 
 

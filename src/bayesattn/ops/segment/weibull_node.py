@@ -38,8 +38,9 @@ def weibull_attention(
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
         forms = " ".join(divergence[3:])
+        *tensors, num_targets = indices_of(edges)
         out, kl, *_ = weibull_edges_forward(
-            scores, value, log_prior, seed, *indices_of(edges), *pointers, list(divergence[:3]), forms
+            scores, value, log_prior, seed, [*tensors, *pointers], num_targets, list(divergence[:3]), forms
         )
         return out, kl
     graph = edges.memo("graph", lambda: Graph(indices_of(edges), *pointers))
@@ -77,28 +78,22 @@ def weibull_edges_forward(
     value: Tensor,
     log_prior: Tensor | None,
     seed: Tensor,
-    source: Tensor,
-    target: Tensor,
-    numbers: Tensor,
-    by_source: Tensor,
-    begin: Tensor,
-    nodes: Tensor,
-    begin_source: Tensor,
-    nodes_source: Tensor,
+    graph: list[Tensor],
     num_targets: int,
-    target_pointers: Tensor,
-    source_pointers: Tensor,
-    num_rows: Tensor,
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`run_forward` with what a schema can say: the divergence's numbers and names; without a prior α is empty."""
-    indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
-    graph = Graph(indices, target_pointers, source_pointers, num_rows)
     strides = None if log_prior is None else log_prior.stride()
-    plan = plan_of(scores, strides, graph, _divergence(constants, forms))
-    *results, alpha = run_forward(plan, scores.contiguous(), value.contiguous(), log_prior, seed, graph)
+    edges = _graph(graph, num_targets)
+    plan = plan_of(scores, strides, edges, _divergence(constants, forms))
+    *results, alpha = run_forward(plan, scores.contiguous(), value.contiguous(), log_prior, seed, edges)
     return *results, scores.new_empty(0) if alpha is None else alpha  # type: ignore[return-value]  (six)
+
+
+def _graph(tensors: list[Tensor], num_targets: int) -> Graph:
+    """Return the graph whose tensors, in this order, `weibull_attention` gave."""
+    return Graph(Indices(*tensors[:-3], num_targets=num_targets), *tensors[-3:])
 
 
 def _divergence(constants: list[float], forms: str) -> Divergence:
@@ -107,8 +102,8 @@ def _divergence(constants: list[float], forms: str) -> Divergence:
 
 
 @weibull_edges_forward.register_fake
-def _(scores, value, log_prior, seed, *options):
-    rows = (options[8], scores.shape[1])
+def _(scores, value, log_prior, seed, graph, num_targets, *divergence):
+    rows = (num_targets, scores.shape[1])
     results = [scores.new_empty(size) for size in ((1,), rows, rows, rows, 0 if log_prior is None else log_prior.shape)]
     return value.new_empty((*rows, value.shape[2]), dtype=torch.float32), *results
 
@@ -121,30 +116,19 @@ def weibull_edges_backward(
     value: Tensor,
     alpha: Tensor | None,
     seed: Tensor,
-    source: Tensor,
-    target: Tensor,
-    numbers: Tensor,
-    by_source: Tensor,
-    begin: Tensor,
-    nodes: Tensor,
-    begin_source: Tensor,
-    nodes_source: Tensor,
+    graph: list[Tensor],
     num_targets: int,
-    target_pointers: Tensor,
-    source_pointers: Tensor,
-    num_rows: Tensor,
     results: list[Tensor],
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`run_backward` with what a schema can say; the gradient of a prior that is not there is empty."""
-    indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
-    graph = Graph(indices, target_pointers, source_pointers, num_rows)
     strides = None if alpha is None else alpha.stride()
-    plan = plan_of(scores, strides, graph, _divergence(constants, forms))
+    edges = _graph(graph, num_targets)
+    plan = plan_of(scores, strides, edges, _divergence(constants, forms))
     out, lse, clean, first = results
     return run_backward(
-        plan, grad, grad_kl, scores.contiguous(), value.contiguous(), seed, graph, out, lse, clean, first, alpha
+        plan, grad, grad_kl, scores.contiguous(), value.contiguous(), seed, edges, out, lse, clean, first, alpha
     )
 
 
@@ -155,26 +139,23 @@ def _(grad, grad_kl, scores, value, alpha, *options):
 
 
 def _keep(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    scores, value, log_prior, seed, *indices, num_targets, target_pointers, source_pointers, num_rows, constants, forms = (
-        inputs
-    )
+    scores, value, log_prior, seed, graph, ctx.num_targets, *ctx.divergence = inputs
     out, _, lse, clean, first, alpha = output
-    ctx.has_prior, ctx.num_targets, ctx.divergence = log_prior is not None, num_targets, (constants, forms)
-    ctx.save_for_backward(
-        out, lse, clean, first, alpha, scores, value, seed, target_pointers, source_pointers, num_rows, *indices
-    )
+    ctx.has_prior = log_prior is not None
+    ctx.save_for_backward(out, lse, clean, first, alpha, scores, value, seed, *graph)
     ctx.mark_non_differentiable(lse, clean, first, alpha)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad, grad_kl, *_):
-    *results, alpha, scores, value, seed, target_pointers, source_pointers, num_rows = ctx.saved_tensors[:11]
-    grad, grad_kl = _or_zeros(grad, grad_kl, results[0])
-    graph = (*ctx.saved_tensors[11:], ctx.num_targets, target_pointers, source_pointers, num_rows)
+    out, lse, clean, first, alpha, scores, value, seed, *graph = ctx.saved_tensors
+    grad, grad_kl = _or_zeros(grad, grad_kl, out)
+    alpha, results = alpha if ctx.has_prior else None, [out, lse, clean, first]
     *grads, grad_prior = weibull_edges_backward(
-        grad, grad_kl, scores, value, alpha if ctx.has_prior else None, seed, *graph, results, *ctx.divergence
+        grad, grad_kl, scores, value, alpha, seed, graph, ctx.num_targets, results, *ctx.divergence
     )
-    return *grads, grad_prior if ctx.has_prior else None, *([None] * 15)
+    # seed, graph, number of targets, constants, forms
+    return *grads, grad_prior if ctx.has_prior else None, None, [None] * len(graph), None, None, None
 
 
 weibull_edges_forward.register_autograd(_differentiate, setup_context=_keep)
