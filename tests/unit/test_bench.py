@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bayesattn.bench import attention, conversion, harness, run_suite, seeing
 from bayesattn.bench.model import build_encoder, training_step
@@ -150,3 +151,20 @@ def test_the_attention_suite_has_a_row_for_every_provider(capsys):
         ("forward", "sdpa"),
         ("forward", "BAM-WC"),
     ]
+
+
+def test_a_stack_of_attention_calls_feeds_every_output_to_the_next_layer(monkeypatch):
+    calls = attention.Calls((2, 3, 7, 8), "cpu", torch.float32, layers=5)
+    outputs = []
+    monkeypatch.setattr(calls, "_backward", lambda found, upstream: outputs.append(found))
+    calls.soft(None)()
+    calls.bayesian("reference")()
+    ((soft,), (drawn, kl)) = outputs
+    expected = calls.query
+    for key, value in calls.pairs:
+        expected = F.scaled_dot_product_attention(expected, key, value)
+    torch.testing.assert_close(soft, expected)
+    leaves = [calls.query, *(x for pair in calls.pairs for x in pair), *calls.priors]
+    assert len(leaves) == 1 + 5 * 3
+    gradients = torch.autograd.grad([drawn, kl], leaves, [calls.upstream, calls.weight])
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)

@@ -1,5 +1,6 @@
 """Attention operators: the fused kernels against torch's on the same tensors. `eager.py` has what they replace."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -16,6 +17,8 @@ GPU_SHAPES = [(16, 12, 512, 64), (8, 16, 2048, 64), (4, 16, 4096, 64), (4, 16, 4
 CPU_SHAPES = [(8, 8, 256, 32), (2, 4, 1024, 64)]
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
 LOGNORMAL = AttentionConfig("BAM-LC")
+# short sequences are timed in a stack, too: autograd wakes its thread once for a model, not once for a layer
+SHORT, LAYERS = 512, 12
 
 
 def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
@@ -36,20 +39,35 @@ def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
 
 
 class Calls:
-    """One set of tensors, and what can be timed on it."""
+    """One set of tensors, and what can be timed on it.
 
-    def __init__(self, shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
+    With several layers, the output of one is the query of the next; keys, values and priors are each layer's own.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], device: str, dtype: torch.dtype, layers: int = 1) -> None:
         b, h, n, _ = shape
-        self.inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+        def draw() -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+        self.query, self.pairs = draw(), [(draw(), draw()) for _ in range(layers)]
         self.upstream = torch.randn(shape, device=device, dtype=dtype)
-        self.prior = torch.randn(b, h, 1, n, device=device).log_softmax(-1).requires_grad_()
+        self.priors = [torch.randn(b, h, 1, n, device=device).log_softmax(-1).requires_grad_() for _ in range(layers)]
         self.weight = torch.full((b,), 1e-3, device=device)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the first layer."""
+        return self.query, *self.pairs[0]
 
     def soft(self, backend: SDPBackend | None, dropout: float = 0.0) -> Callable[[], None]:
         """Return forward and backward of torch's attention, by one backend or by its own choice."""
 
         def call() -> None:
-            self._backward([self._sdpa(backend, dropout)], [self.upstream])
+            output = self.query
+            for pair in self.pairs:
+                output = self._sdpa(output, *pair, backend, dropout)
+            self._backward([output], [self.upstream])
 
         return call
 
@@ -57,26 +75,30 @@ class Calls:
         """Return forward and backward of Bayesian attention with its KL."""
 
         def call() -> None:
-            output, kl = function(*self.inputs, config=config, prior=self.prior, backend=backend)
-            self._backward([output, kl], [self.upstream, self.weight])
+            output, divergences = self.query, []
+            for pair, prior in zip(self.pairs, self.priors, strict=True):
+                output, kl = function(output, *pair, config=config, prior=prior, backend=backend)
+                divergences.append(kl)
+            total = kl if len(divergences) == 1 else torch.stack(divergences).sum(0)
+            self._backward([output, total], [self.upstream, self.weight])
 
         return call
 
     def soft_forward(self, backend: SDPBackend | None) -> Callable[[], object]:
         """Return the forward pass of torch's attention alone."""
-        return torch.no_grad()(lambda: self._sdpa(backend, 0.0))
+        return torch.no_grad()(lambda: self._sdpa(*self.inputs, backend, 0.0))
 
     def bayesian_forward(self, config: AttentionConfig = CONFIG) -> Callable[[], object]:
         """Return one draw of a Monte Carlo prediction: no KL, no gradients."""
         return torch.no_grad()(lambda: attention(*self.inputs, config=config, need_kl=False))
 
-    def _sdpa(self, backend: SDPBackend | None, dropout: float) -> Tensor:
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None, dropout: float) -> Tensor:
         with nullcontext() if backend is None else sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*self.inputs, dropout_p=dropout)
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
 
     def _backward(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
         torch.autograd.backward(outputs, gradients)
-        for tensor in (*self.inputs, self.prior):
+        for tensor in (self.query, *itertools.chain(*self.pairs), *self.priors):
             tensor.grad = None
 
 
@@ -89,6 +111,10 @@ def run(device: str, shapes: list[tuple[int, int, int, int]] | None = None) -> l
         case, calls = "x".join(map(str, shape)), Calls(shape, device, dtype)
         if device == "cuda":
             _run_on_gpu(suite, case, calls)
+            if shape[2] <= SHORT:
+                stack = Calls(shape, device, dtype, LAYERS)
+                for provider, call in _trained(stack).items():
+                    suite.run(case, provider, f"fwd+bwd, {LAYERS} layers", call)
         else:
             suite.run(case, "sdpa", "fwd+bwd", calls.soft(None))
             suite.run(case, "BAM-WC", "fwd+bwd", calls.bayesian("auto"))
@@ -98,14 +124,19 @@ def run(device: str, shapes: list[tuple[int, int, int, int]] | None = None) -> l
     return suite.rows
 
 
-def _run_on_gpu(suite: Suite, case: str, calls: Calls) -> None:
-    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    trained = {
+def _trained(calls: Calls) -> dict[str, Callable[[], None]]:
+    flash = SDPBackend.FLASH_ATTENTION
+    return {
         "sdpa flash": calls.soft(flash),
         "sdpa flash dropout": calls.soft(flash, 0.1),
         "BAM-WC": calls.bayesian("auto"),
         "BAM-LC": calls.bayesian("auto", config=LOGNORMAL),
     }
+
+
+def _run_on_gpu(suite: Suite, case: str, calls: Calls) -> None:
+    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    trained = _trained(calls)
     for provider, call in trained.items():
         suite.run(case, provider, "fwd+bwd", call)
     suite.run(case, "sdpa cudnn", "fwd+bwd", calls.soft(cudnn))

@@ -59,8 +59,14 @@ class Launch:
             self._launch(pointers, device.index)
 
     def _launch(self, pointers: tuple[Tensor | None, ...], index: int | None) -> None:
+        # an address spares Triton's launcher a method call and a question to the driver for every pointer
+        addresses = [None if x is None else x.data_ptr() for x in pointers]
         # what Triton compiles for: the type of a pointer, and whether it is a multiple of sixteen bytes
-        facts = (index, *[None if x is None else (x.dtype, x.data_ptr() & 15 == 0) for x in pointers])
+        facts = (
+            index,
+            *[x if x is None else x.dtype for x in pointers],
+            *[x if x is None else x & 15 == 0 for x in addresses],
+        )
         compiled = self._found.get(facts)
         if compiled is None:
             key = (self._kind, facts)
@@ -74,7 +80,7 @@ class Launch:
             compiled[self.grid](*pointers, *self._rest, stream=stream)
         else:
             packed = (compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(*self.grid, stream, *packed, *pointers, *self._rest)
+            compiled.run(*self.grid, stream, *packed, *addresses, *self._rest)
 
 
 @functools.lru_cache(maxsize=_MOST, typed=True)

@@ -6,6 +6,7 @@ clean scores and their column sums Σ_i Φ_ij (Weibull), or Σ_j (Φ_ij − μ_j
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,8 @@ def attention(
         mu = location if isinstance(location, Tensor) else query.new_full((1,), location, dtype=torch.float32)
         mu = mu.float().expand(b, h, 1, n).contiguous()
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
-    fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply
+    plain = _FusedAttention.apply if torch.is_grad_enabled() else _forward
+    fused = attention_forward if torch.compiler.is_compiling() else plain
     output, _, lse, columns, first, second, _ = fused(
         query, key, value, allowed.mask, mu, seed, weibull, strength, scale, dropout_p, allowed.is_causal, need_lse,
         need_kl and weibull,
@@ -96,17 +98,17 @@ def _forward(
     causal: bool,
     need_lse: bool,
     need_columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Return output, noisy LSE (base 2), clean LSE, column sums, two moments and the query sums behind the columns.
 
-    What is not asked for is empty.
+    What is not asked for is None.
     """
     query, key, value = map(aligned, (query, key, value))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     out = query.new_empty((b, h, m, dv), dtype=value.dtype)
     lse = query.new_empty((b, h, m), dtype=torch.float32)
     clean, first, second = (
-        torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, mu is not None, mu is not None)
+        torch.empty_like(lse) if needed else None for needed in (need_lse, mu is not None, mu is not None)
     )
     if out.numel():
         launch = forward_launch(
@@ -116,8 +118,10 @@ def _forward(
             causal,
             need_lse,
         )
-        launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, clean, first, second)
-    columns, sums = lse.new_empty(0), lse.new_empty(0)
+        # a pointer that no switch reads still has to be one
+        written = (lse if x is None else x for x in (clean, first, second))
+        launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, *written)
+    columns, sums = None, None
     if need_columns:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
         sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query)
@@ -131,8 +135,26 @@ def _forward(
     return out, lse, clean, columns, first, second, sums
 
 
-# torch.compile sees one opaque operator; eager calls take the autograd function below, which costs less Python
-attention_forward = torch.library.custom_op("bayesattn::attention_forward", _forward, mutates_args=())
+@torch.library.custom_op("bayesattn::attention_forward", mutates_args=())
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    mu: Tensor | None,
+    seed: Tensor,
+    weibull: bool,
+    strength: float,
+    scale: float,
+    dropout: float,
+    causal: bool,
+    need_lse: bool,
+    need_columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_forward` as torch.compile sees it; what is not asked for is empty. Eager calls do without, which is less Python."""
+    options = (weibull, strength, scale, dropout, causal, need_lse, need_columns)
+    results = _forward(query, key, value, mask, mu, seed, *options)
+    return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in results)  # type: ignore[return-value]
 
 
 @attention_forward.register_fake
@@ -163,8 +185,8 @@ def _backward(
     seed: Tensor,
     out: Tensor,
     lse: Tensor,
-    clean: Tensor,
-    sums: Tensor,
+    clean: Tensor | None,
+    sums: Tensor | None,
     weibull: bool,
     strength: float,
     scale: float,
@@ -197,8 +219,9 @@ def _backward(
         Noise(weibull, strength, dropout, seed.ndim > 0), scale, causal, grad_lse is not None, grad_columns is not None,
         in_one_pass,
     )  # fmt: skip
+    clean = lse if clean is None else clean
     read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
-    first(*read, grad_columns, sums, grad_query, grad_key, grad_value, grad_mu)
+    first(*read, grad_columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
     if second is not None:
         second(*read, start, grad_query)
     return saturate(grad_query, query.dtype), grad_key, grad_value, grad_mu
@@ -234,7 +257,7 @@ def _setup_context(ctx, inputs, output) -> None:
     query, key, value, mask, mu, seed, *ctx.options, ctx.need_lse, ctx.need_columns = inputs
     out, lse, clean, *_, sums = output
     ctx.save_for_backward(query, key, value, mask, mu, seed, out, lse, clean, sums)
-    ctx.mark_non_differentiable(lse, sums)
+    ctx.mark_non_differentiable(*(x for x in (lse, sums) if x is not None))
     ctx.set_materialize_grads(False)
 
 

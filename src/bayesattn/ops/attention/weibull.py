@@ -107,6 +107,41 @@ class Problem(NamedTuple):
         return {"HAS_PRIOR": self.prior is not None, "HAS_VALID": self.has_valid, "RAW": is_raw}
 
 
+class Workspace(NamedTuple):
+    """Arrays of float32 in one piece of memory: to allocate one each would take the host longer than to fill them.
+
+    Args:
+        sizes: Entries of every array, rounded up so that the next one starts at a multiple of sixteen bytes.
+        total: Entries of all of them.
+    """
+
+    sizes: list[int]
+    total: int
+
+    @classmethod
+    def of(cls, *sizes: int) -> "Workspace":
+        """Return the workspace of arrays with so many entries."""
+        rounded = [-(-size // 4) * 4 for size in sizes]
+        return cls(rounded, sum(rounded))
+
+    def parts(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """Return the arrays, flat."""
+        return torch.split_with_sizes(memory, self.sizes)
+
+
+def kept_arrays(rows: int, m: int, n: int, d: int) -> Workspace:
+    """Return what the forward pass keeps: both LSEs, column sums, sums of queries and of keys, the KL's statistics."""
+    return Workspace.of(rows * m, rows * m, rows * n, rows * d, rows * d, rows * kl_kernels.NUM_STATS.value)
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _arrays(problem: Problem) -> tuple[Workspace, Workspace]:
+    """Return the arrays that are kept, and those of the backward pass: δ, dLSE, dT, and what all rows of dQ start from."""
+    (b, h, m, d), n = problem.query.shape, problem.key.shape[2]
+    rows = b * h
+    return kept_arrays(rows, m, n, d), Workspace.of(rows * m, rows * m, rows * n, rows * d)
+
+
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
     """Return the launches of attention and of its KL."""
@@ -147,37 +182,37 @@ def _backward_launches(
 
 def run_forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, prior: Tensor | None, valid: Tensor | None, seed: Tensor
-) -> tuple[Tensor, ...]:
-    """Return output, KL, both LSEs, column sums, the KL's statistics, and the sums of queries and of keys."""
-    (b, h, m, d), n = query.shape, key.shape[2]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, KL, and the memory of `kept_arrays`."""
+    b, h, m, _ = query.shape
     attend, divergence = _forward_launches(problem)
+    arrays, _ = _arrays(problem)
     out = query.new_empty((b, h, m, value.shape[-1]))
-    lse, clean = query.new_empty((b, h, m), dtype=torch.float32), query.new_empty((b, h, m), dtype=torch.float32)
-    columns, query_sums, key_sums = lse.new_empty((b, h, 1, n)), lse.new_empty((b, h, 1, d)), lse.new_empty((b, h, 1, d))
-    kl, stats = lse.new_empty((b, h)), lse.new_empty((b, h, kl_kernels.NUM_STATS.value))
+    kept, kl = query.new_empty(arrays.total, dtype=torch.float32), query.new_empty((b, h), dtype=torch.float32)
+    lse, clean, columns, query_sums, key_sums, stats = arrays.parts(kept)
     # a pointer that no switch reads still has to be one
     attend(query, key, value, *optional_pointers(valid, None, seed), out, lse, clean, lse, lse)
     divergence(
         query, key, clean, clean if prior is None else prior, clean if valid is None else valid, kl, stats, columns,
         query_sums, key_sums,
     )  # fmt: skip
-    return out, kl.sum(dim=1), lse, clean, columns, stats, query_sums, key_sums
+    return out, kl.sum(dim=1), kept
 
 
 def run_backward(
-    problem: Problem, grad: Tensor, grad_kl: Tensor, inputs: Sequence[Any], results: Sequence[Tensor]
+    problem: Problem, grad: Tensor, grad_kl: Tensor, inputs: Sequence[Any], out: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and ln Ψ, from the tensors of `run_forward` without its KL."""
+    """Return the gradients of query, key, value and ln Ψ, from those of `run_forward`'s output and KL."""
     query, key, value, prior, valid, seed = inputs
-    out, lse, clean, columns, stats, query_sums, key_sums = results
+    arrays, own = _arrays(problem)
+    lse, clean, columns, query_sums, key_sums, stats = arrays.parts(kept)
+    delta, grad_lse, grad_columns, start = own.parts(kept.new_empty(own.total))
     b, h, m, d = query.shape
     in_one_pass = one_pass(max(d, value.shape[-1]))
     prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
     grad_query = query.new_empty((b, h, m, d), dtype=torch.float32 if in_one_pass else None)
     grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
-    delta, grad_lse = torch.empty_like(lse), torch.empty_like(lse)
-    grad_columns, start = torch.empty_like(columns), torch.empty_like(query_sums)
-    grad_prior = None if prior is None else torch.empty_like(columns)
+    grad_prior = None if prior is None else kept.new_empty((b, h, 1, key.shape[2]))
     prepare(
         out, grad, grad_kl, columns, clean, clean if prior is None else prior, clean if valid is None else valid, stats,
         key_sums, delta, start, grad_query, grad_columns, grad_lse, columns if grad_prior is None else grad_prior,

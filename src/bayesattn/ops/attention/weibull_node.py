@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention import kl_kernels
 from bayesattn.ops.attention.launch import Noise, aligned, layout
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.weibull import Divergence, Problem, run_backward, run_forward
+from bayesattn.ops.attention.weibull import Divergence, Problem, kept_arrays, run_backward, run_forward
 
 # the kernel multiplies four numbers of the size of α, which is Ψ or βΨ
 LARGEST_ALPHA = 1e6
@@ -49,7 +48,7 @@ def weibull_attention(
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
         prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
-        out, kl, *_ = weibull_forward(
+        out, kl, _ = weibull_forward(
             query, key, value, prior, valid, seed, [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
         )
         return out, kl
@@ -66,8 +65,8 @@ class _WeibullAttention(torch.autograd.Function):
         layouts = layout(query), layout(key), layout(value), layout(prior)
         ctx.problem = Problem(*layouts, valid is not None, divergence, noise, scale)
         inputs = (query, key, value, prior, valid, seed)
-        out, kl, *results = run_forward(ctx.problem, *inputs)
-        ctx.save_for_backward(*inputs, out, *results)
+        out, kl, kept = run_forward(ctx.problem, *inputs)
+        ctx.save_for_backward(*inputs, out, kept)
         ctx.prior_shape = None if log_prior is None else log_prior.shape
         ctx.set_materialize_grads(False)
         return out, kl
@@ -75,11 +74,10 @@ class _WeibullAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad, grad_kl):
-        saved = ctx.saved_tensors
-        out, lse = saved[6:8]
+        *inputs, out, kept = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else aligned(grad)
-        grad_kl = lse.new_zeros(len(out)) if grad_kl is None else grad_kl
-        *grads, grad_prior = run_backward(ctx.problem, grad, grad_kl, saved[:6], saved[6:])
+        grad_kl = kept.new_zeros(len(out)) if grad_kl is None else grad_kl
+        *grads, grad_prior = run_backward(ctx.problem, grad, grad_kl, inputs, out, kept)
         if grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
         return *grads, grad_prior, *([None] * 5)
@@ -95,10 +93,10 @@ def weibull_forward(
     seed: Tensor,
     numbers: list[float],
     forms: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`run_forward` as torch.compile sees it, with what a schema can say: the numbers and names of `_problem_of`."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    return run_forward(_problem_of(inputs, numbers, forms), *inputs)  # type: ignore[return-value]  (eight)
+    return run_forward(_problem_of(inputs, numbers, forms), *inputs)  # type: ignore[call-issue]  (six, which are not counted)
 
 
 def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str) -> Problem:
@@ -113,10 +111,9 @@ def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str) -> 
 
 @weibull_forward.register_fake
 def _(query, key, value, prior, valid, seed, *numbers):
-    (b, h, m, d), n = query.shape, key.shape[2]
-    sizes = [(b,), (b, h, m), (b, h, m), (b, h, 1, n), (b, h, kl_kernels.NUM_STATS.value), (b, h, 1, d), (b, h, 1, d)]
-    rest = [query.new_empty(size, dtype=torch.float32) for size in sizes]
-    return query.new_empty((b, h, m, value.shape[-1])), *rest
+    b, h, m, d = query.shape
+    kl, kept = (query.new_empty(size, dtype=torch.float32) for size in (b, kept_arrays(b * h, m, key.shape[2], d).total))
+    return query.new_empty((b, h, m, value.shape[-1])), kl, kept
 
 
 @torch.library.custom_op("bayesattn::weibull_backward", mutates_args=())
@@ -129,13 +126,14 @@ def weibull_backward(
     prior: Tensor | None,
     valid: Tensor | None,
     seed: Tensor,
-    results: list[Tensor],
+    out: Tensor,
+    kept: Tensor,
     numbers: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`run_backward` as torch.compile sees it; the gradient of a prior that is not there is empty."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    *grads, grad_prior = run_backward(_problem_of(inputs, numbers, forms), aligned(grad), grad_kl, inputs, results)
+    *grads, grad_prior = run_backward(_problem_of(inputs, numbers, forms), aligned(grad), grad_kl, inputs, out, kept)
     return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four)
 
 
@@ -147,17 +145,17 @@ def _(grad, grad_kl, query, key, value, prior, *options):
 
 def _keep(ctx, inputs, output) -> None:
     query, key, value, prior, valid, seed, *ctx.options = inputs
-    out, _, *results = output
-    ctx.save_for_backward(query, key, value, prior, valid, seed, out, *results)
-    ctx.mark_non_differentiable(*results)
+    out, _, kept = output
+    ctx.save_for_backward(query, key, value, prior, valid, seed, out, kept)
+    ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, grad_kl, *_):
-    inputs, results = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
-    grad = torch.zeros_like(results[0]) if grad is None else grad
-    grad_kl = results[1].new_zeros(len(grad)) if grad_kl is None else grad_kl
-    *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, results, *ctx.options)
+    *inputs, out, kept = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    grad_kl = kept.new_zeros(len(out)) if grad_kl is None else grad_kl
+    *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, out, kept, *ctx.options)
     return *grads, None if inputs[3] is None else grad_prior, *([None] * 4)
 
 
