@@ -91,16 +91,31 @@ def prior(
     return value if value.shape[1] in (1, h) else value.repeat_interleave(h // value.shape[1], dim=1)
 
 
-def edge_inputs(scores: Tensor, value: Tensor, num_sources: int, num_edges: int) -> None:
-    """Check scores and values of attention on edges against the graph."""
+def edge_scores(scores: Tensor, num_edges: int) -> None:
+    """Check the scores of attention on edges against the graph."""
     floating("scores", scores)
-    floating("value", value)
     if scores.ndim != 2 or scores.shape[0] != num_edges:
         raise ValueError(f"scores has shape {tuple(scores.shape)}; allowed: ({num_edges} edges, heads)")
-    if value.ndim != 3 or value.shape[0] != num_sources or value.shape[1] != scores.shape[1]:
-        raise ValueError(
-            f"value has shape {tuple(value.shape)}; allowed: ({num_sources} sources, {scores.shape[1]} heads, features)"
-        )
+
+
+def edge_pair(source: Tensor, target: Tensor, negative_slope: float, num_sources: int, num_targets: int) -> None:
+    """Check what the scores of edges are made of against the graph."""
+    for name, part, nodes in (("source", source, num_sources), ("target", target, num_targets)):
+        floating(f"{name} of the scores", part)
+        if part.ndim != 2 or part.shape[0] != nodes or part.shape[1] != source.shape[1] or part.dtype != source.dtype:
+            raise ValueError(
+                f"{name} of the scores is {part.dtype} of shape {tuple(part.shape)}; allowed: ({nodes} {name}s, heads), and "
+                "the same heads and type for both"
+            )
+    if not negative_slope >= 0.0:
+        raise ValueError(f"negative_slope is {negative_slope!r}; allowed: at least 0")
+
+
+def edge_value(value: Tensor, num_sources: int, heads: int) -> None:
+    """Check the values of attention on edges against graph and scores."""
+    floating("value", value)
+    if value.ndim != 3 or value.shape[0] != num_sources or value.shape[1] != heads:
+        raise ValueError(f"value has shape {tuple(value.shape)}; allowed: ({num_sources} sources, {heads} heads, features)")
 
 
 def edge_prior(value: Tensor | None, heads: int, num_sources: int, config: AttentionConfig, need_kl: bool) -> None:

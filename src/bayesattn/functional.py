@@ -23,6 +23,7 @@ from bayesattn.ops.segment import csr, plain
 from bayesattn.ops.segment import reference as segment_reference
 from bayesattn.ops.segment import support as segment_support
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.pairs import PairScores
 from bayesattn.ops.segment.reference import PRIOR_SCOPES, EdgeAttention, PriorScope
 from bayesattn.recording import is_observing_entropy, note_entropy
 
@@ -182,7 +183,7 @@ def attention(
 
 
 def edge_attention(
-    scores: Float[Tensor, "e h"],
+    scores: Float[Tensor, "e h"] | PairScores,
     value: Float[Tensor, "n h d"],
     edges: Edges,
     *,
@@ -201,7 +202,8 @@ def edge_attention(
     Dense attention with the adjacency matrix as its mask gives the same output and KL, in n² instead of e memory.
 
     Args:
-        scores: Φ of every edge, in the order of `edges`.
+        scores: Φ of every edge, in the order of `edges`; or what it is made of, which spares gathers and scatters where the
+            kernels run.
         value: Features of every node that may be a source.
         edges: The graph, from `Edges.sort`.
         config: Which posterior, prior and conventions.
@@ -224,32 +226,41 @@ def edge_attention(
     Raises:
         ValueError: An argument has a wrong type, shape or value.
     """
-    _checks.edge_inputs(scores, value, edges.num_sources, len(edges))
-    _checks.edge_prior(prior, scores.shape[1], edges.num_sources, config, need_kl)
+    is_pair = isinstance(scores, PairScores)
+    if is_pair:
+        _checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
+    else:
+        _checks.edge_scores(scores, len(edges))
+    # of either, device, type and heads are these
+    like = scores.source if is_pair else scores
+    heads = like.shape[1]
+    _checks.edge_value(value, edges.num_sources, heads)
+    _checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
     _checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
     _checks.probability("dropout_p", dropout_p)
     _checks.choice("backend", backend, EDGE_BACKENDS)
     sample = sample and config.is_stochastic
     # a graph is one example
-    seed = keyed.next_seeds(1, scores.device) if sample and seed is None else seed
+    seed = keyed.next_seeds(1, like.device) if sample and seed is None else seed
     wants_kl = need_kl and config.has_kl
-    chosen = _choose_for_edges(backend, segment_support.EdgeCall(scores, value, edges, config, sample, dropout_p))
+    chosen = _choose_for_edges(backend, segment_support.EdgeCall(like, value, edges, config, sample, dropout_p))
     options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
-    if prior is not None and prior.shape[1] != scores.shape[1]:
-        prior = prior.expand(-1, scores.shape[1])
+    if prior is not None and prior.shape[1] != heads:
+        prior = prior.expand(-1, heads)
     options["log_prior"] = prior
-    with without_autocast(scores.device.type):
+    with without_autocast(like.device.type):
         if chosen == "triton":
             from bayesattn.ops.segment import triton
 
             result = triton.attention(scores, value, edges, need_weights=need_weights, **options)
         else:
             ops = csr if chosen == "csr" else plain
+            phi = scores.on_edges(edges, ops) if isinstance(scores, PairScores) else scores
             result = segment_reference.attention(
-                scores, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options
+                phi, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options
             )
     if need_kl and result.kl is None:
-        result = result._replace(kl=_zeros_like_kl(scores.new_zeros(1)))
+        result = result._replace(kl=_zeros_like_kl(like.new_zeros(1)))
     return result
 
 

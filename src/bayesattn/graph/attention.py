@@ -27,6 +27,7 @@ from bayesattn.nn import BayesianModule
 from bayesattn.ops.precision import upcast, without_autocast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.pairs import PairScores
 
 
 class _Sorted(NamedTuple):
@@ -66,6 +67,8 @@ class Call:
     # gathers of node values onto edges, in the order of `edges`
     ops: ModuleType
     passes_messages: bool
+    # whether `functional.edge_attention` gets the scores as they come, and may run kernels
+    takes_pair: bool = False
     scores: Float[Tensor, "e h"] | None = None
 
 
@@ -147,12 +150,14 @@ class EdgeAttentionModule(BayesianModule):
             takes_csr = self.backend in ("auto", "csr") and ends[0].device.type == "cpu"
             is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
             self._call = Call(edges, csr if takes_csr and not is_traced else plain, passes_messages)
+            runs_kernels = self.backend == "triton" or (self.backend == "auto" and ends[0].is_cuda)
+            self._call.takes_pair = runs_kernels and self.bayes_rival is None and self.seed_rows is None
         return self._call
 
     def _attend(
         self,
         call: Call,
-        scores: Float[Tensor, "e h"],
+        scores: Float[Tensor, "e h"] | PairScores,
         value: Float[Tensor, "n h d"],
         keys: Float[Tensor, "n h d"],
         dropout: float,
@@ -179,7 +184,10 @@ class EdgeAttentionModule(BayesianModule):
             need_weights=self._wants_weights,
             backend=self.backend,
         )
-        kl = result.kl if is_whole or not needs_kl else self._kl(upcast(scores), keys, call)
+        kl = result.kl
+        if needs_kl and not is_whole:
+            assert not isinstance(scores, PairScores)
+            kl = self._kl(upcast(scores), keys, call)
         return result._replace(output=self._record(result.output, kl))
 
     def _draw(self, scores: Float[Tensor, "e h"]) -> Float[Tensor, "e h"]:

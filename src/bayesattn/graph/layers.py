@@ -21,7 +21,8 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerCo
 
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend, PriorScope
-from bayesattn.graph.attention import EdgeAttentionModule
+from bayesattn.graph.attention import Call, EdgeAttentionModule
+from bayesattn.ops.segment.pairs import PairScores
 
 
 class _PairLayer(EdgeAttentionModule):
@@ -39,6 +40,9 @@ class _PairLayer(EdgeAttentionModule):
         if call.passes_messages:
             return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)  # type: ignore[arg-type]
         edge_attr = kwargs["edge_attr"]
+        pair = self._pair(call, source, target, edge_attr)
+        if pair is not None:
+            return pair
         return self._scores(
             call.ops.lift_source(source, call.edges),
             None if target is None else call.ops.lift_target(target, call.edges),
@@ -70,6 +74,10 @@ class _PairLayer(EdgeAttentionModule):
     def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
         """Return Φ of the edges from what they see of source, target and themselves."""
         raise NotImplementedError
+
+    def _pair(self, call: Call, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> PairScores | None:
+        """Return what the scores are made of, where the kernels may take that instead of them."""
+        return None
 
     def _by_flow(self, pair: Any) -> Any:
         """Turn what PyG has for its sides 0 and 1 into (source, target), and back."""
@@ -150,6 +158,12 @@ class BayesianGATConv(_PairLayer, GATConv):
         if self._call is None:
             return super().edge_update(alpha_j, alpha_i, edge_attr, index, ptr, dim_size)
         return self._draw_lifted(alpha_j, alpha_i, edge_attr)
+
+    def _pair(self, call: Call, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> PairScores | None:
+        if not call.takes_pair or target is None or self.negative_slope < 0.0:
+            return None
+        has_features = edge_attr is not None and self.lin_edge is not None
+        return None if has_features else PairScores(source, target, self.negative_slope)
 
     def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
         # both are gathers of this call alone: to write over them saves a third of the arrays per edge

@@ -1,4 +1,4 @@
-"""Triton kernels of stochastic attention on edges: one forward, one backward. README.md derives them.
+"""Triton kernels of stochastic attention on edges: one forward, one or two backward. README.md derives them.
 
 A program takes one run of edges with a common end (a target forward, a source backward; long rows are several runs) and
 HB heads of it. Tiles are [BE edges, HB heads] and [BE edges, HB heads, BD features]; scores, noise and log-sum-exps are
@@ -46,26 +46,32 @@ def _noise(seed, numbers, head, strength, BE: tl.constexpr, HB: tl.constexpr, WE
 
 
 @triton.jit
+def _gather(ROWS, node, heads, inside, H):
+    return tl.load(ROWS + node.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _prior(PRIOR, node, position, heads, inside, constant, H, KIND: tl.constexpr, BE: tl.constexpr, HB: tl.constexpr):
     """Return α or μ of a tile: KIND 0 one number for all, 1 a row per source, 2 a row per edge."""
     if KIND == 1:
-        return tl.load(PRIOR + node.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
+        return _gather(PRIOR, node, heads, inside, H)
     elif KIND == 2:
-        return tl.load(PRIOR + position.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
+        return _gather(PRIOR, position, heads, inside, H)
     else:
         return tl.zeros([BE, HB], tl.float32) + constant
 
 
 @triton.jit
 def edge_forward_kernel(
-    SCORES, VALUE, PRIOR, SEED, SOURCE, NUMBERS, BEGIN, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
-    H, D, strength, constant,
+    SCORES, SOURCE_SCORES, TARGET_SCORES, VALUE, PRIOR, SEED, SOURCE, NUMBERS, NODES, BEGIN, OUT, LSE, CLEAN_LSE, FIRST,
+    SECOND,
+    H, D, strength, constant, negative_slope,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, FAST: tl.constexpr,
+    MOMENTS: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, SPLIT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target.
 
-    The clean log-sum-exp of a row without edges is 0; but where rows are SPLIT into runs, that of an empty run is −inf.
+    Where scores are made of a PAIR, they are stored for the backward pass. The clean log-sum-exp of a row without edges is 0; but where rows are SPLIT into runs, that of an empty run is −inf.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -75,13 +81,22 @@ def edge_forward_kernel(
     top, total = tl.full([HB], -float("inf"), tl.float32), tl.zeros([HB], tl.float32)
     clean_top, clean = tl.full([HB], -float("inf"), tl.float32), tl.zeros([HB], tl.float32)
     first, second = tl.zeros([HB], tl.float32), tl.zeros([HB], tl.float32)
+    if PAIR:
+        node = tl.load(NODES + run).to(tl.int64)
+        own = tl.load(TARGET_SCORES + node * H + heads, mask=heads < H, other=0.0).to(tl.float32)
     for start in range(begin, end, BE):
         position = start + tl.arange(0, BE)
         is_edge = position < end
         inside = is_edge[:, None] & (heads < H)[None, :]
         source = tl.load(SOURCE + position, mask=is_edge, other=0)
         numbers = tl.load(NUMBERS + position, mask=is_edge, other=0)
-        scores = tl.load(SCORES + position.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
+        entry = position.to(tl.int64)[:, None] * H + heads[None, :]
+        if PAIR:
+            scores = own[None, :] + _gather(SOURCE_SCORES, source, heads, inside, H).to(tl.float32)
+            scores = tl.where(scores > 0.0, scores, scores * negative_slope)
+            tl.store(SCORES + entry, scores, mask=inside)
+        else:
+            scores = tl.load(SCORES + entry, mask=inside, other=0.0)
         log2_s = scores * LOG2_E + _noise(seed, numbers, head, strength, BE, HB, WEIBULL, FAST)
         log2_s = tl.where(is_edge[:, None], log2_s, -float("inf"))
         new_top = tl.maximum(top, tl.max(log2_s, 0))
@@ -120,23 +135,20 @@ def edge_forward_kernel(
 
 
 @triton.jit
-def _gather(ROWS, node, heads, inside, H):
-    return tl.load(ROWS + node.to(tl.int64)[:, None] * H + heads[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
 def edge_backward_kernel(
     SCORES, VALUE, PRIOR, SEED, TARGET, NUMBERS, POSITIONS, NODES, BEGIN, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST,
-    GRAD_SECOND, GRAD_SCORES, GRAD_VALUE, GRAD_PRIOR,
-    H, D, strength, constant, slope,
+    GRAD_SECOND, GRAD_SCORES, GRAD_SOURCE, GRAD_VALUE, GRAD_PRIOR,
+    H, D, strength, constant, slope, negative_slope,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, KIND: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr, FAST: tl.constexpr,
+    MOMENTS: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """dΦ of one run of edges out of a source, and what the run adds to the source's dV and prior gradient.
 
     Every edge belongs to one run, so nothing is added atomically: dΦ_e is stored where the edge stands. Where the Weibull KL
     is FUSED, the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores): GRAD_SECOND is that one
-    number, and GRAD_PRIOR becomes the gradient of ln α, c's own included.
+    number, and GRAD_PRIOR becomes the gradient of ln α, c's own included. Where scores are made of a PAIR, what is stored of an
+    edge is the gradient of its sum, and the run's share of the source's is their sum.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -149,7 +161,7 @@ def edge_backward_kernel(
         tl.float32
     )
     acc = tl.zeros([HB, BD], tl.float32)
-    acc_prior = tl.zeros([HB], tl.float32)
+    acc_prior, acc_source = tl.zeros([HB], tl.float32), tl.zeros([HB], tl.float32)
     if KIND == 1:
         own = tl.load(PRIOR + row, mask=is_head, other=0.0)
     if FUSED:
@@ -197,8 +209,13 @@ def edge_backward_kernel(
                 acc_prior += tl.sum(tl.where(inside, grad_prior, 0.0), 0)
             if KIND == 2:
                 tl.store(GRAD_PRIOR + entry, grad_prior, mask=inside)
+        if PAIR:
+            grad_scores = tl.where(scores > 0.0, grad_scores, grad_scores * negative_slope)
+            acc_source += tl.sum(tl.where(inside, grad_scores, 0.0), 0)
         tl.store(GRAD_SCORES + entry, grad_scores, mask=inside)
     place = run.to(tl.int64) * H + heads
+    if PAIR:
+        tl.store(GRAD_SOURCE + place, acc_source, mask=is_head)
     tl.store(
         GRAD_VALUE + place[:, None] * D + rd[None, :],
         acc.to(GRAD_VALUE.dtype.element_ty),
@@ -208,3 +225,15 @@ def edge_backward_kernel(
         if FUSED:
             acc_prior = own * acc_prior + pull * (end - begin).to(tl.float32) * key_term_slope(own, slope)
         tl.store(GRAD_PRIOR + place, acc_prior, mask=is_head)
+
+
+@triton.jit
+def edge_row_sum_kernel(X, BEGIN, OUT, H, BE: tl.constexpr, HB: tl.constexpr):
+    """Sum of what the edges of one run into a target have."""
+    run, heads = tl.program_id(0), tl.program_id(1) * HB + tl.arange(0, HB)
+    begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
+    acc = tl.zeros([HB], tl.float32)
+    for start in range(begin, end, BE):
+        position = start + tl.arange(0, BE)
+        acc += tl.sum(_gather(X, position, heads, (position < end)[:, None] & (heads < H)[None, :], H), 0)
+    tl.store(OUT + run.to(tl.int64) * H + heads, acc, mask=heads < H)

@@ -14,8 +14,9 @@ LONGEST_RUN = 512
 TILE = 1024
 ENTRIES_PER_WARP = 1024
 LONG_ROW = 64
-# entries of a tile of the backward pass's preparation
+# entries of a tile of the backward pass's preparation, and of the sums over a target's edges, [edges, heads]
 PREPARE_TILE = 2048
+SUM_TILE = 256
 
 Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"]]
 
@@ -72,3 +73,9 @@ def prepare_blocks(features: int) -> dict[str, int]:
     """Return the tile of the kernel that multiplies rows of features."""
     bd = _power_of_two(features)
     return {"BLOCK": max(1, PREPARE_TILE // bd), "BD": bd}
+
+
+def sum_blocks(heads: int) -> dict[str, int]:
+    """Return the tile of the kernel that sums over a target's edges."""
+    hb = min(SUM_TILE // 4, _power_of_two(heads))
+    return {"BE": SUM_TILE // hb, "HB": hb, "num_warps": 1}

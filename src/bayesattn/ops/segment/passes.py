@@ -12,7 +12,8 @@ from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
 from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.segment import kernels, kl_kernels
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.launch import kernel_constants, prepare_blocks, runs
+from bayesattn.ops.segment.launch import kernel_constants, prepare_blocks, runs, sum_blocks
+from bayesattn.ops.segment.pairs import PairScores
 
 # what the prior of the kernels is: one number for all, a row per source, a row per edge
 CONSTANT, PER_SOURCE, PER_EDGE = 0, 1, 2
@@ -54,12 +55,15 @@ def indices_of(edges: Edges) -> Indices:
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
 def _forward_launch(
-    num_runs: int, h: int, d: int, dtype: torch.dtype, split: bool, draw: Draw, need_lse: bool, need_moments: bool
-) -> Launch:
+    num_runs: int, h: int, d: int, dtype: torch.dtype, split: bool, draw: Draw, negative_slope: float | None, need_lse: bool,
+    need_moments: bool,
+) -> Launch:  # fmt: skip
     switches = {"WEIBULL": draw.weibull, "CLEAN": need_lse, "MOMENTS": need_moments, "KIND": draw.kind, "SPLIT": split}
+    switches["PAIR"] = negative_slope is not None
     constants = kernel_constants(h, d, dtype, **switches)
     grid = (num_runs, blocks_of(h, constants["HB"]))
-    return prepared(kernels.edge_forward_kernel, grid, h, d, draw.strength, draw.constant, **constants)
+    numbers = (h, d, draw.strength, draw.constant, negative_slope or 0.0)
+    return prepared(kernels.edge_forward_kernel, grid, *numbers, **constants)
 
 
 def forward(
@@ -71,8 +75,12 @@ def forward(
     draw: Draw,
     need_lse: bool,
     need_moments: bool,
+    pair: PairScores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty."""
+    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty.
+
+    With a pair, the scores are made of it, and written into `scores`.
+    """
     h, d = value.shape[1:]
     begin, nodes, num_targets = indices.begin, indices.nodes, indices.num_targets
     num_runs = begin.shape[0] - 1
@@ -84,9 +92,10 @@ def forward(
         torch.empty_like(lse) if needed else lse.new_empty(0) for needed in (need_lse, need_moments, need_moments)
     )
     if out.numel():
-        launch = _forward_launch(num_runs, h, d, value.dtype, is_split, draw, need_lse, need_moments)
-        read = (scores, value, scores if prior is None else prior, seed, indices.source, indices.numbers, begin)
-        launch(*read, out, lse, clean, first, second)
+        source, target, slope = (scores, scores, None) if pair is None else pair
+        launch = _forward_launch(num_runs, h, d, value.dtype, is_split, draw, slope, need_lse, need_moments)
+        read = (source, target, value, scores if prior is None else prior, seed, indices.source, indices.numbers, nodes)
+        launch(scores, *read, begin, out, lse, clean, first, second)
     if is_split:
         rows = _merge(lse, nodes, num_targets)
         out = _add_runs(out * torch.exp2(lse - rows[nodes]).nan_to_num(nan=0.0)[..., None], nodes, num_targets)
@@ -157,13 +166,22 @@ def prepare(
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
 def _backward_launch(
-    num_runs: int, h: int, d: int, dtype: torch.dtype, draw: Draw, clean: bool, moments: bool, divergent: Divergent | None
-) -> Launch:
+    num_runs: int, h: int, d: int, dtype: torch.dtype, draw: Draw, negative_slope: float | None, clean: bool, moments: bool,
+    divergent: Divergent | None,
+) -> Launch:  # fmt: skip
     is_raw, slope = (False, 0.0) if divergent is None else (divergent.is_raw, divergent.slope)
     switches = {"WEIBULL": draw.weibull, "CLEAN": clean, "MOMENTS": moments, "KIND": draw.kind}
+    switches["PAIR"] = negative_slope is not None
     constants = kernel_constants(h, d, dtype, **switches, FUSED=divergent is not None, RAW=is_raw)
     grid = (num_runs, blocks_of(h, constants["HB"]))
-    return prepared(kernels.edge_backward_kernel, grid, h, d, draw.strength, draw.constant, slope, **constants)
+    numbers = (h, d, draw.strength, draw.constant, slope, negative_slope or 0.0)
+    return prepared(kernels.edge_backward_kernel, grid, *numbers, **constants)
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _row_sum_launch(num_runs: int, h: int) -> Launch:
+    sizes = sum_blocks(h)
+    return prepared(kernels.edge_row_sum_kernel, (num_runs, blocks_of(h, sizes["HB"])), h, **sizes)
 
 
 def backward(
@@ -179,9 +197,11 @@ def backward(
     indices: Indices,
     draw: Draw,
     divergent: Divergent | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of scores, values and prior (empty without one; of ln α where the KL is differentiated here).
+    negative_slope: float | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the gradients of the scores, values and prior (empty without one; of ln α where the KL is differentiated here).
 
+    Of the scores there are two where they are made of a pair, whose `negative_slope` is given; else the second is None.
     `rows`: the gradients of the clean LSE and of the moments, or of the LSE, nothing and `pull`.
     """
     begin, nodes = indices.begin_source, indices.nodes_source
@@ -193,13 +213,25 @@ def backward(
         grad_prior = scores.new_empty((num_runs, h))
     elif draw.kind == PER_EDGE:
         grad_prior = torch.empty_like(scores)
+    grad_source = grad_scores if negative_slope is None else scores.new_empty((num_runs, h))
     if grad_value.numel():
         used = (rows[0] is not None, rows[2] is not None)
-        launch = _backward_launch(num_runs, h, d, value.dtype, draw, *used, divergent)
+        launch = _backward_launch(num_runs, h, d, value.dtype, draw, negative_slope, *used, divergent)
         edges = (indices.target, indices.numbers, indices.by_source, nodes, begin)
         read = (scores, value, scores if prior is None else prior, seed, *edges)
         given = [delta if x is None else x for x in rows]
-        launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_value, grad_prior)
+        launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_source, grad_value, grad_prior)
     if draw.kind == PER_SOURCE:
         grad_prior = _add_runs(grad_prior, nodes, n)
-    return grad_scores, _add_runs(grad_value, nodes, n).to(value.dtype), grad_prior
+    grad_value = _add_runs(grad_value, nodes, n).to(value.dtype)
+    if negative_slope is None:
+        return grad_scores, None, grad_value, grad_prior
+    return _add_runs(grad_source, nodes, n), _sum_by_target(grad_scores, indices), grad_value, grad_prior
+
+
+def _sum_by_target(x: Tensor, indices: Indices) -> Tensor:
+    num_runs, h = indices.begin.shape[0] - 1, x.shape[1]
+    sums = x.new_empty((num_runs, h))
+    if sums.numel():
+        _row_sum_launch(num_runs, h)(x, indices.begin, sums)
+    return _add_runs(sums, indices.nodes, indices.num_targets)

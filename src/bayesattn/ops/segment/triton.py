@@ -15,8 +15,10 @@ from torch.autograd.function import once_differentiable
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
-from bayesattn.ops.segment import passes, weibull_node
+from bayesattn.ops.precision import saturate
+from bayesattn.ops.segment import passes, plain, weibull_node
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.pairs import PairScores, opened
 from bayesattn.ops.segment.passes import CONSTANT, PER_EDGE, PER_SOURCE, Draw, Indices, indices_of
 from bayesattn.ops.segment.reference import (
     EdgeAttention,
@@ -31,7 +33,7 @@ from bayesattn.ops.segment.reference import (
 
 
 def attention(
-    scores: Float[Tensor, "e h"],
+    scores: Float[Tensor, "e h"] | PairScores,
     value: Float[Tensor, "n h d"],
     edges: Edges,
     *,
@@ -43,18 +45,21 @@ def attention(
     need_weights: bool,
 ) -> EdgeAttention:
     """Return output and KL of one draw, and its weights if asked for, which then cost what the reference costs."""
-    phi = scores.to(torch.float32)
-    seed = noise.draw_seed(scores.device) if seed is None else noise.as_seed(seed, 1, scores.device)
+    if isinstance(scores, PairScores) and (need_weights or torch.compiler.is_compiling()):
+        scores = scores.on_edges(edges, plain)
+    phi = scores if isinstance(scores, PairScores) else scores.to(torch.float32)
+    seed = noise.draw_seed(value.device) if seed is None else noise.as_seed(seed, 1, value.device)
     if need_kl and weibull_node.is_one_node(log_prior, prior_scope, config):
         output, kl = weibull_node.weibull_attention(phi, value, log_prior, edges, config, seed)
     else:
         output, kl = _attention(phi, value, edges, config, log_prior if need_kl else None, prior_scope, seed, need_kl)
-    weights = sample_weights(phi, edges, seed, config) if need_weights else None
+    has_scores = need_weights and not isinstance(phi, PairScores)
+    weights = sample_weights(phi, edges, seed, config) if has_scores else None
     return EdgeAttention(output.to(value.dtype), weights, weights, kl)
 
 
 def _attention(
-    phi: Float[Tensor, "e h"],
+    phi: Float[Tensor, "e h"] | PairScores,
     value: Float[Tensor, "n h d"],
     edges: Edges,
     config: AttentionConfig,
@@ -70,25 +75,30 @@ def _attention(
         log_prior = zero_where_unused(log_prior.to(torch.float32), edges)
         if prior_scope == "neighbourhood":
             log_prior = edge_log_prior(log_prior, edges)
-    prior, constant = _prior(phi, log_prior, config) if need_kl else (None, 0.0)
+    prior, constant = _prior(log_prior, config) if need_kl else (None, 0.0)
     kind = CONSTANT if prior is None else PER_EDGE if prior_scope == "neighbourhood" else PER_SOURCE
     need_lse = need_kl and (is_weibull or config.score_form == "log_softmax")
-    fused = edge_attention_forward if torch.compiler.is_compiling() else _FusedEdgeAttention.apply
-    output, _, lse, first, second = fused(
-        phi, value, prior, seed, *indices_of(edges), is_weibull, strength, constant, kind, need_lse, need_kl
-    )
+    draw, indices = Draw(is_weibull, strength, constant, kind), indices_of(edges)
+    if torch.compiler.is_compiling():
+        assert not isinstance(phi, PairScores)
+        output, _, lse, first, second = edge_attention_forward(phi, value, prior, seed, *indices, *draw, need_lse, need_kl)
+    else:
+        made_of = phi if isinstance(phi, PairScores) else (phi, None, None)
+        output, lse, first, second = _FusedEdgeAttention.apply(
+            *made_of, value, prior, seed, indices, draw, need_lse, need_kl
+        )
     if not need_kl:
         return output, None
     total = _weibull_total if is_weibull else _lognormal_total
-    return output, reduce_kl(total(first, second, lse, log_prior, kind, edges, config), edges, phi.shape[1], config)
+    return output, reduce_kl(total(first, second, lse, log_prior, kind, edges, config), edges, value.shape[1], config)
 
 
-def _prior(phi: Tensor, log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | None, float]:
+def _prior(log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | None, float]:
     """Return α (Weibull) or μ (lognormal) as a tensor, or the number it is everywhere."""
     if log_prior is None:
         return None, config.gamma_alpha if config.family == "weibull" else config.mu_p
     if config.family == "weibull":
-        return torch.exp(log_alpha(log_prior, config, phi)), 0.0
+        return torch.exp(log_alpha(log_prior, config, log_prior)), 0.0
     return log_prior if config.mu_form == "log_psi" else torch.exp(log_prior), 0.0
 
 
@@ -202,9 +212,10 @@ def _backward(
     grad, prior = grad.contiguous(), None if prior is None else prior.contiguous()
     delta, *_ = passes.prepare(grad, out)
     rows = [None if x is None else x.contiguous() for x in (grad_lse, grad_first, grad_second)]
-    return passes.backward(
+    grad_scores, _, *grads = passes.backward(
         grad, delta, rows, lse, clean, scores.contiguous(), value.contiguous(), prior, seed, indices, draw
     )
+    return grad_scores, *grads  # type: ignore[return-value]  (three)
 
 
 edge_attention_backward = torch.library.custom_op("bayesattn::edge_attention_backward", _backward, mutates_args=())
@@ -224,40 +235,50 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, backward, grad, grad_lse, grad_first, grad_second) -> tuple[Tensor | None, ...]:
+def _row_gradients(ctx, lse: Tensor, *gradients: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients of the clean LSE and of the moments, zeros where nothing came; None for what is not used."""
+    used = (ctx.need_lse, ctx.need_moments, ctx.need_moments)
+    return [
+        (torch.zeros_like(lse) if gradient is None else gradient) if is_used else None
+        for gradient, is_used in zip(gradients, used, strict=True)
+    ]
+
+
+def _operator_backward(ctx, grad, _grad_noisy, *gradients):
     saved = ctx.saved_tensors
     out, lse, prior = saved[0], saved[1], saved[5]
-
-    def or_zeros(gradient: Tensor | None, is_used: bool) -> Tensor | None:
-        return (torch.zeros_like(lse) if gradient is None else gradient) if is_used else None
-
-    rows = [
-        or_zeros(grad_lse, ctx.need_lse),
-        or_zeros(grad_first, ctx.need_moments),
-        or_zeros(grad_second, ctx.need_moments),
-    ]
+    rows = _row_gradients(ctx, lse, *gradients)
     grad = torch.zeros_like(out) if grad is None else grad
-    grad_scores, grad_value, grad_prior = backward(grad, *rows, *saved, ctx.num_targets, *ctx.draw)
+    grad_scores, grad_value, grad_prior = edge_attention_backward(grad, *rows, *saved, ctx.num_targets, *ctx.draw)
     return grad_scores, grad_value, None if prior is None else grad_prior, *([None] * 16)
 
 
-def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_first, grad_second):
-    return _gradients(ctx, edge_attention_backward, grad, grad_lse, grad_first, grad_second)
+edge_attention_forward.register_autograd(_operator_backward, setup_context=_setup_context)
 
 
 class _FusedEdgeAttention(torch.autograd.Function):
-    """The same forward and backward without the operator's dispatch."""
+    """The same passes without the operator's dispatch; the scores may also be made of a pair."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
+    def forward(ctx, source, target, slope, value, prior, seed, indices, draw, need_lse, need_moments):
+        scores, pair = opened(source, target, slope, indices.source.shape[0])
+        value, prior = value.contiguous(), None if prior is None else prior.contiguous()
+        out, lse, *rows = passes.forward(scores, value, prior, seed, indices, draw, need_lse, need_moments, pair)
+        ctx.indices, ctx.passed, ctx.slope, ctx.dtype = indices, draw, slope, source.dtype
+        ctx.need_lse, ctx.need_moments = need_lse, need_moments
+        ctx.save_for_backward(out, lse, rows[0], scores, value, prior, seed)
+        ctx.set_materialize_grads(False)
+        return out, *rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, _grad_noisy, grad_lse, grad_first, grad_second):
-        return _gradients(ctx, _backward, grad, grad_lse, grad_first, grad_second)
-
-
-edge_attention_forward.register_autograd(_operator_backward, setup_context=_setup_context)
+    def backward(ctx, grad, *gradients):
+        out, lse, clean, scores, value, prior, seed = ctx.saved_tensors
+        rows = [None if x is None else x.contiguous() for x in _row_gradients(ctx, lse, *gradients)]
+        grad = torch.zeros_like(out) if grad is None else grad.contiguous()
+        delta, *_ = passes.prepare(grad, out)
+        *grads, grad_value, grad_prior = passes.backward(
+            grad, delta, rows, lse, clean, scores, value, prior, seed, ctx.indices, ctx.passed, None, ctx.slope
+        )
+        grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
+        return *grads, None, grad_value, None if prior is None else grad_prior, *([None] * 5)

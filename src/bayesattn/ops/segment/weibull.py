@@ -17,6 +17,7 @@ from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
 from bayesattn.ops.attention.weibull import Divergence
 from bayesattn.ops.launch import Launch, prepared
 from bayesattn.ops.segment import kl_kernels, passes
+from bayesattn.ops.segment.pairs import PairScores
 from bayesattn.ops.segment.passes import CONSTANT, PER_SOURCE, Divergent, Draw, Indices
 
 # entries of [nodes, heads] that a program of the KL's kernels takes
@@ -111,14 +112,17 @@ def plan_of(scores: Tensor, prior_strides: tuple[int, ...] | None, graph: Graph,
 
 
 def run_forward(
-    plan: Plan, scores: Tensor, value: Tensor, log_prior: Tensor | None, seed: Tensor, graph: Graph
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    plan: Plan, scores: Tensor, value: Tensor, log_prior: Tensor | None, seed: Tensor, graph: Graph,
+    pair: PairScores | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return output in float32, KL, both LSEs, Σ α of every row, and α of every source where there is a prior."""
     shares = scores.new_empty(plan.num_programs)
     alpha = None if log_prior is None else scores.new_empty(log_prior.shape)
     if plan.alpha is not None and plan.num_alpha:
         plan.alpha(log_prior, graph.source_pointers, graph.num_rows, alpha, shares)
-    out, lse, clean, first, second = passes.forward(scores, value, alpha, seed, graph.indices, plan.draw, True, True)
+    out, lse, clean, first, second = passes.forward(
+        scores, value, alpha, seed, graph.indices, plan.draw, True, True, pair
+    )
     if plan.num_programs > plan.num_alpha:
         plan.rows(clean, first, second, graph.target_pointers, graph.num_rows, shares)
     return out, shares.sum(dim=0, keepdim=True), lse, clean, first, alpha
@@ -126,12 +130,12 @@ def run_forward(
 
 def run_backward(
     plan: Plan, grad: Tensor, grad_kl: Tensor, scores: Tensor, value: Tensor, seed: Tensor, graph: Graph,
-    out: Tensor, lse: Tensor, clean: Tensor, first: Tensor, alpha: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of scores, values and ln Ψ (empty without a prior), from what `run_forward` had and returned."""
+    out: Tensor, lse: Tensor, clean: Tensor, first: Tensor, alpha: Tensor | None, negative_slope: float | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Return what `passes.backward` returns, the prior's being that of ln Ψ, from what `run_forward` had and returned."""
     grad = grad.contiguous()
     delta, grad_lse, pull = passes.prepare(grad, out, plan.divergent, clean, first, grad_kl, graph.num_rows)
     rows = (grad_lse, None, pull)
     return passes.backward(
-        grad, delta, rows, lse, clean, scores, value, alpha, seed, graph.indices, plan.draw, plan.divergent
+        grad, delta, rows, lse, clean, scores, value, alpha, seed, graph.indices, plan.draw, plan.divergent, negative_slope
     )

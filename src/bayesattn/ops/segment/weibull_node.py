@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.weibull import Divergence
 from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
+from bayesattn.ops.precision import saturate
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.pairs import PairScores, opened
 from bayesattn.ops.segment.passes import Indices, indices_of
 from bayesattn.ops.segment.reference import PriorScope
 from bayesattn.ops.segment.weibull import Graph, plan_of, run_backward, run_forward
@@ -26,17 +28,18 @@ def is_one_node(log_prior: Tensor | None, prior_scope: PriorScope, config: Atten
 
 
 def weibull_attention(
-    scores: Float[Tensor, "e h"],
+    scores: Float[Tensor, "e h"] | PairScores,
     value: Float[Tensor, "n h d"],
     log_prior: Float[Tensor, "n h"] | None,
     edges: Edges,
     config: AttentionConfig,
     seed: Tensor,
 ) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"]]:
-    """Return the output of one sample and the KL of the graph."""
+    """Return the output of one sample and the KL of the graph; a compiler has to see the scores themselves, no pair."""
     pointers = (edges.target_pointers, edges.source_pointers, edges.num_rows)
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
+        assert not isinstance(scores, PairScores)
         forms = " ".join(divergence[3:])
         *tensors, num_targets = indices_of(edges)
         out, kl, *_ = weibull_edges_forward(
@@ -44,16 +47,18 @@ def weibull_attention(
         )
         return out, kl
     graph = edges.memo("graph", lambda: Graph(indices_of(edges), *pointers))
-    return _WeibullEdges.apply(scores, value, log_prior, seed, graph, divergence)
+    made_of = scores if isinstance(scores, PairScores) else (scores, None, None)
+    return _WeibullEdges.apply(*made_of, value, log_prior, seed, graph, divergence)
 
 
 class _WeibullEdges(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores, value, log_prior, seed, graph: Graph, divergence: Divergence):
-        scores, value = scores.contiguous(), value.contiguous()
-        ctx.graph = graph
+    def forward(ctx: Any, source, target, slope: float | None, value, log_prior, seed, graph: Graph, divergence: Divergence):
+        scores, pair = opened(source, target, slope, graph.indices.source.shape[0])
+        value = value.contiguous()
+        ctx.graph, ctx.slope, ctx.dtype = graph, slope, source.dtype
         ctx.plan = plan_of(scores, None if log_prior is None else log_prior.stride(), graph, divergence)
-        out, kl, *rest = run_forward(ctx.plan, scores, value, log_prior, seed, graph)
+        out, kl, *rest = run_forward(ctx.plan, scores, value, log_prior, seed, graph, pair)
         ctx.save_for_backward(scores, value, seed, out, *rest)
         ctx.set_materialize_grads(False)
         # with the cast inside, output and KL are results of the same node
@@ -64,8 +69,11 @@ class _WeibullEdges(torch.autograd.Function):
     def backward(ctx: Any, grad, grad_kl):
         scores, value, seed, out, *rest = ctx.saved_tensors
         grad, grad_kl = _or_zeros(grad, grad_kl, out)
-        *grads, grad_prior = run_backward(ctx.plan, grad, grad_kl, scores, value, seed, ctx.graph, out, *rest)
-        return *grads, None if rest[-1] is None else grad_prior, None, None, None
+        *grads, grad_value, grad_prior = run_backward(
+            ctx.plan, grad, grad_kl, scores, value, seed, ctx.graph, out, *rest, ctx.slope
+        )
+        grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
+        return *grads, None, grad_value, None if rest[-1] is None else grad_prior, None, None, None
 
 
 def _or_zeros(grad: Tensor | None, grad_kl: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,9 +135,10 @@ def weibull_edges_backward(
     edges = _graph(graph, num_targets)
     plan = plan_of(scores, strides, edges, _divergence(constants, forms))
     out, lse, clean, first = results
-    return run_backward(
+    grad_scores, _, *grads = run_backward(
         plan, grad, grad_kl, scores.contiguous(), value.contiguous(), seed, edges, out, lse, clean, first, alpha
     )
+    return grad_scores, *grads  # type: ignore[return-value]  (three)
 
 
 @weibull_edges_backward.register_fake
