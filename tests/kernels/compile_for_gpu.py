@@ -15,18 +15,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bayesattn.ops.segment import kernels
-from bayesattn.ops.segment.launch import blocks
+from bayesattn.ops.segment.launch import blocks, sum_blocks
 
 TARGET = GPUTarget("cuda", 90, 32)
-INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES"}
+INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES", "BEGIN_SOURCE"}
 IN_VALUE_DTYPE = {"VALUE", "GRAD_VALUE"}
-NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32", "slope": "fp32"}
+NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32", "slope": "fp32", "negative_slope": "fp32", "RUNS": "i32"}
 
 
 def compile_kernel(name: str, dtype: str, heads: int, features: int, **switches) -> dict:
     kernel = getattr(kernels, f"{name}_kernel")
-    sizes = blocks(heads, features)
-    options = {key: sizes.pop(key) for key in ("num_warps", "num_stages")}
+    sizes = sum_blocks(heads) if name == "edge_pair_grad" else blocks(heads, features)
+    options = {key: sizes.pop(key) for key in ("num_warps", "num_stages") if key in sizes}
     constants = {**sizes, **switches, "FAST": dtype != "fp32"}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {}
@@ -66,9 +66,12 @@ def main() -> None:
         {"WEIBULL": False, "CLEAN": False, "MOMENTS": True, "KIND": 2, "FUSED": False, "RAW": False, "SPLIT": False},
         {"WEIBULL": True, "CLEAN": False, "MOMENTS": False, "KIND": 0, "FUSED": False, "RAW": False, "SPLIT": False},
     ]
-    pairs = [(case, switches[0]) for case in cases] + [(cases[0], other) for other in switches[1:]]
+    settings = [(case, switches[0]) for case in cases] + [(cases[0], other) for other in switches[1:]]
+    pairs = [(case, {"PAIR": is_pair, **switch}) for case, switch in settings for is_pair in (False, True)]
     for name, (case, switch) in itertools.product(("edge_forward", "edge_backward"), pairs):
         print(json.dumps(compile_kernel(name, *case, **switch)), flush=True)
+    for case in cases:
+        print(json.dumps(compile_kernel("edge_pair_grad", *case)), flush=True)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_the_kl_adds_five_launches_and_three_operations_to_a_step(monkeypatch):
     # ops/segment/README.md has these numbers
     assert counts == [26, 29]
     assert set(launches[1] - launches[0]) == {"prior_logits", "prior_softmax", "prior_grad", "edge_alpha", "edge_kl"}
-    assert launches[0] == {"edge_forward": 1, "edge_prepare": 1, "edge_backward": 1}
+    assert launches[0] == {"edge_forward": 1, "edge_prepare": 1, "edge_backward": 1, "edge_pair_grad": 1}
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])

@@ -97,6 +97,7 @@ CONTEXTUAL_GRAPH = [
     "edge_kl_kernel",
     "edge_prepare_kernel",
     "edge_backward_kernel",
+    "edge_pair_grad_kernel",
     "prior_grad_kernel",
 ]
 
@@ -127,7 +128,7 @@ CASES = {
     ),
     "graph, fixed prior": (
         lambda: graph(torch.float16, "BAM-WF", "official-code"),
-        ["edge_forward_kernel", "edge_kl_kernel", "edge_prepare_kernel", "edge_backward_kernel"],
+        ["edge_forward_kernel", "edge_kl_kernel", "edge_prepare_kernel", "edge_backward_kernel", "edge_pair_grad_kernel"],
     ),
     "graph, lognormal": (
         lambda: graph(torch.float32, "BAM-LC"),
@@ -137,6 +138,7 @@ CASES = {
             "edge_forward_kernel",
             "edge_prepare_kernel",
             "edge_backward_kernel",
+            "edge_pair_grad_kernel",
             "prior_grad_kernel",
         ],
     ),

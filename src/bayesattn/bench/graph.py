@@ -1,12 +1,13 @@
 """Graph attention layers: Bayesian GAT against PyG's `GATConv` on the same random graph, whole layer, forward + backward."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv
 
-from bayesattn.bench.harness import Row, Suite
+from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend, edge_attention
 from bayesattn.graph import BayesianGATConv
@@ -77,17 +78,35 @@ def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend
     for backend in backends:
         layers[f"BAM-NOKL {backend}"] = BayesianGATConv(**sizes, config=NO_KL, backend=backend)
         layers[f"BAM-WC {backend}"] = BayesianGATConv(**sizes, config=CONFIG, backend=backend)
-    for name, layer in layers.items():
-        suite.run(str(case), name, "fwd+bwd", training_step(layer.to(device), x, index, upstream, "WC" in name))
+    steps = {name: training_step(layer.to(device), x, index, upstream, "WC" in name) for name, layer in layers.items()}
+    for name, step in steps.items():
+        suite.run(str(case), name, "fwd+bwd", step)
+    if device == "cuda":
+        _run_recorded(suite, case, {name: steps[name] for name in ("GATConv", "BAM-NOKL triton", "BAM-WC triton")})
     with torch.no_grad():
         for name, layer in layers.items():
             if "WC" not in name:
                 suite.run(str(case), name, "forward", lambda layer=layer: layer(x, index))
 
 
+def _run_recorded(suite: Suite, case: Case, steps: dict[str, Callable[[], None]]) -> None:
+    """Time the same steps as CUDA graphs: what the device alone takes. Without PyG's layer there is nothing to compare."""
+    try:
+        replays = {name: recorded(step) for name, step in steps.items()}
+    except RuntimeError as error:
+        # a capture that fails leaves the stream it was made on, not the current one, and later calls run as before
+        torch.cuda.synchronize()
+        print(f"{case}: no CUDA graph could be recorded, so none is timed: {str(error).splitlines()[0]}", flush=True)
+        return
+    for name, replay in replays.items():
+        suite.run(str(case), name, "fwd+bwd, CUDA graph", replay)
+
+
 def training_step(layer: nn.Module, x: Tensor, index: Tensor, upstream: Tensor, with_kl: bool):
     """Return a call that runs a layer forward and backward once."""
     kl_weight = upstream.new_tensor(1e-3)
+    # as an optimiser has them: to look for them in the modules is no part of a layer's step
+    parameters = list(layer.parameters())
 
     def step() -> None:
         if with_kl:
@@ -96,6 +115,7 @@ def training_step(layer: nn.Module, x: Tensor, index: Tensor, upstream: Tensor, 
             torch.autograd.backward([output, kl.total()], [upstream, kl_weight])
         else:
             layer(x, index).backward(upstream)
-        layer.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
 
     return step

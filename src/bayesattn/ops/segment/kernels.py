@@ -137,7 +137,7 @@ def edge_forward_kernel(
 @triton.jit
 def edge_backward_kernel(
     SCORES, VALUE, PRIOR, SEED, TARGET, NUMBERS, POSITIONS, NODES, BEGIN, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST,
-    GRAD_SECOND, GRAD_SCORES, GRAD_SOURCE, GRAD_VALUE, GRAD_PRIOR,
+    GRAD_SECOND, GRAD_SCORES, GRAD_VALUE, GRAD_PRIOR,
     H, D, strength, constant, slope, negative_slope,
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     MOMENTS: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr,
@@ -148,7 +148,7 @@ def edge_backward_kernel(
     Every edge belongs to one run, so nothing is added atomically: dΦ_e is stored where the edge stands. Where the Weibull KL
     is FUSED, the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores): GRAD_SECOND is that one
     number, and GRAD_PRIOR becomes the gradient of ln α, c's own included. Where scores are made of a PAIR, what is stored of an
-    edge is the gradient of its sum, and the run's share of the source's is their sum.
+    edge is the gradient of its sum.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -161,7 +161,7 @@ def edge_backward_kernel(
         tl.float32
     )
     acc = tl.zeros([HB, BD], tl.float32)
-    acc_prior, acc_source = tl.zeros([HB], tl.float32), tl.zeros([HB], tl.float32)
+    acc_prior = tl.zeros([HB], tl.float32)
     if KIND == 1:
         own = tl.load(PRIOR + row, mask=is_head, other=0.0)
     if FUSED:
@@ -211,11 +211,8 @@ def edge_backward_kernel(
                 tl.store(GRAD_PRIOR + entry, grad_prior, mask=inside)
         if PAIR:
             grad_scores = tl.where(scores > 0.0, grad_scores, grad_scores * negative_slope)
-            acc_source += tl.sum(tl.where(inside, grad_scores, 0.0), 0)
         tl.store(GRAD_SCORES + entry, grad_scores, mask=inside)
     place = run.to(tl.int64) * H + heads
-    if PAIR:
-        tl.store(GRAD_SOURCE + place, acc_source, mask=is_head)
     tl.store(
         GRAD_VALUE + place[:, None] * D + rd[None, :],
         acc.to(GRAD_VALUE.dtype.element_ty),
@@ -228,12 +225,28 @@ def edge_backward_kernel(
 
 
 @triton.jit
-def edge_row_sum_kernel(X, BEGIN, OUT, H, BE: tl.constexpr, HB: tl.constexpr):
-    """Sum of what the edges of one run into a target have."""
-    run, heads = tl.program_id(0), tl.program_id(1) * HB + tl.arange(0, HB)
+def _sum_of_run(X, POSITIONS, BEGIN, run, heads, H, IN_ORDER: tl.constexpr, BE: tl.constexpr, HB: tl.constexpr):
+    """Return the sum of what the edges of a run have, which stand IN_ORDER or at POSITIONS."""
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
-    acc = tl.zeros([HB], tl.float32)
+    acc = tl.zeros([BE, HB], tl.float32)
     for start in range(begin, end, BE):
-        position = start + tl.arange(0, BE)
-        acc += tl.sum(_gather(X, position, heads, (position < end)[:, None] & (heads < H)[None, :], H), 0)
-    tl.store(OUT + run.to(tl.int64) * H + heads, acc, mask=heads < H)
+        place = start + tl.arange(0, BE)
+        is_edge = place < end
+        position = place if IN_ORDER else tl.load(POSITIONS + place, mask=is_edge, other=0)
+        acc += _gather(X, position, heads, is_edge[:, None] & (heads < H)[None, :], H)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def edge_pair_grad_kernel(
+    GRAD_SCORES, POSITIONS, BEGIN_SOURCE, BEGIN, GRAD_SOURCE, GRAD_TARGET, H, RUNS, BE: tl.constexpr, HB: tl.constexpr
+):
+    """Sum of the gradients of one run of edges: the first RUNS programs take those out of sources, the others into targets."""
+    run, heads = tl.program_id(0), tl.program_id(1) * HB + tl.arange(0, HB)
+    if run < RUNS:
+        total = _sum_of_run(GRAD_SCORES, POSITIONS, BEGIN_SOURCE, run, heads, H, False, BE, HB)
+        tl.store(GRAD_SOURCE + run.to(tl.int64) * H + heads, total, mask=heads < H)
+    else:
+        run -= RUNS
+        total = _sum_of_run(GRAD_SCORES, POSITIONS, BEGIN, run, heads, H, True, BE, HB)
+        tl.store(GRAD_TARGET + run.to(tl.int64) * H + heads, total, mask=heads < H)

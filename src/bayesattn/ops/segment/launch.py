@@ -14,7 +14,7 @@ LONGEST_RUN = 512
 TILE = 1024
 ENTRIES_PER_WARP = 1024
 LONG_ROW = 64
-# entries of a tile of the backward pass's preparation, and of the sums over a target's edges, [edges, heads]
+# entries of a tile of the backward pass's preparation, and of its sums over the edges of a node, [edges, heads]
 PREPARE_TILE = 2048
 SUM_TILE = 256
 
@@ -76,6 +76,6 @@ def prepare_blocks(features: int) -> dict[str, int]:
 
 
 def sum_blocks(heads: int) -> dict[str, int]:
-    """Return the tile of the kernel that sums over a target's edges."""
+    """Return the tile of the kernel that sums over the edges of a node."""
     hb = min(SUM_TILE // 4, _power_of_two(heads))
     return {"BE": SUM_TILE // hb, "HB": hb, "num_warps": 1}

@@ -179,9 +179,10 @@ def _backward_launch(
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _row_sum_launch(num_runs: int, h: int) -> Launch:
+def _pair_launch(num_source_runs: int, num_runs: int, h: int) -> Launch:
     sizes = sum_blocks(h)
-    return prepared(kernels.edge_row_sum_kernel, (num_runs, blocks_of(h, sizes["HB"])), h, **sizes)
+    grid = (num_source_runs + num_runs, blocks_of(h, sizes["HB"]))
+    return prepared(kernels.edge_pair_grad_kernel, grid, h, num_source_runs, **sizes)
 
 
 def backward(
@@ -213,25 +214,27 @@ def backward(
         grad_prior = scores.new_empty((num_runs, h))
     elif draw.kind == PER_EDGE:
         grad_prior = torch.empty_like(scores)
-    grad_source = grad_scores if negative_slope is None else scores.new_empty((num_runs, h))
     if grad_value.numel():
         used = (rows[0] is not None, rows[2] is not None)
         launch = _backward_launch(num_runs, h, d, value.dtype, draw, negative_slope, *used, divergent)
         edges = (indices.target, indices.numbers, indices.by_source, nodes, begin)
         read = (scores, value, scores if prior is None else prior, seed, *edges)
         given = [delta if x is None else x for x in rows]
-        launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_source, grad_value, grad_prior)
+        launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_value, grad_prior)
     if draw.kind == PER_SOURCE:
         grad_prior = _add_runs(grad_prior, nodes, n)
     grad_value = _add_runs(grad_value, nodes, n).to(value.dtype)
     if negative_slope is None:
         return grad_scores, None, grad_value, grad_prior
-    return _add_runs(grad_source, nodes, n), _sum_by_target(grad_scores, indices), grad_value, grad_prior
+    return *_pair_gradients(grad_scores, indices, n), grad_value, grad_prior
 
 
-def _sum_by_target(x: Tensor, indices: Indices) -> Tensor:
-    num_runs, h = indices.begin.shape[0] - 1, x.shape[1]
-    sums = x.new_empty((num_runs, h))
-    if sums.numel():
-        _row_sum_launch(num_runs, h)(x, indices.begin, sums)
-    return _add_runs(sums, indices.nodes, indices.num_targets)
+def _pair_gradients(grad_scores: Tensor, indices: Indices, num_sources: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of the edges' gradients over those of each source and of each target."""
+    h = grad_scores.shape[1]
+    num_source_runs, num_runs = indices.begin_source.shape[0] - 1, indices.begin.shape[0] - 1
+    source, target = grad_scores.new_empty((num_source_runs, h)), grad_scores.new_empty((num_runs, h))
+    if h and num_source_runs + num_runs:
+        launch = _pair_launch(num_source_runs, num_runs, h)
+        launch(grad_scores, indices.by_source, indices.begin_source, indices.begin, source, target)
+    return _add_runs(source, indices.nodes_source, num_sources), _add_runs(target, indices.nodes, indices.num_targets)
