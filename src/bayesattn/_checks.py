@@ -101,11 +101,11 @@ def edge_scores(scores: Tensor, num_edges: int) -> None:
 def edge_pair(source: Tensor, target: Tensor, negative_slope: float, num_sources: int, num_targets: int) -> None:
     """Check what the scores of edges are made of against the graph."""
     for name, part, nodes in (("source", source, num_sources), ("target", target, num_targets)):
-        floating(f"{name} of the scores", part)
-        if part.ndim != 2 or part.shape[0] != nodes or part.shape[1] != source.shape[1] or part.dtype != source.dtype:
+        is_part = part.is_floating_point() and part.ndim == 2 and part.shape[0] == nodes
+        if not is_part or part.shape[1] != source.shape[1] or part.dtype != source.dtype:
             raise ValueError(
-                f"{name} of the scores is {part.dtype} of shape {tuple(part.shape)}; allowed: ({nodes} {name}s, heads), and "
-                "the same heads and type for both"
+                f"{name} of the scores is {part.dtype} of shape {tuple(part.shape)}; allowed: floating-point of shape "
+                f"({nodes} {name}s, heads), and the same heads and type for both"
             )
     if not negative_slope >= 0.0:
         raise ValueError(f"negative_slope is {negative_slope!r}; allowed: at least 0")
@@ -120,17 +120,21 @@ def edge_value(value: Tensor, num_sources: int, heads: int) -> None:
 
 def edge_prior(value: Tensor | None, heads: int, num_sources: int, config: AttentionConfig, need_kl: bool) -> None:
     """Check ln Ψ of the sources of a graph."""
-    contextual = config.prior_kind == "contextual"
-    allowed = f"ln Ψ of shape ({num_sources} sources, {heads} heads or 1)"
     if value is None:
-        if contextual and need_kl:
+        if config.prior_kind == "contextual" and need_kl:
+            allowed = f"ln Ψ of shape ({num_sources} sources, {heads} heads or 1)"
             raise ValueError(f"prior is None; allowed for {config.variant}: {allowed}")
         return
-    if not contextual:
-        raise ValueError(f"prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
+    edge_prior_shape(tuple(value.shape), heads, num_sources, config)
     floating("prior", value)
-    if value.ndim != 2 or value.shape[0] != num_sources or value.shape[1] not in (1, heads):
-        raise ValueError(f"prior has shape {tuple(value.shape)}; allowed: {allowed}")
+
+
+def edge_prior_shape(shape: Shape, heads: int, num_sources: int, config: AttentionConfig) -> None:
+    """Check the shape of ln Ψ of the sources of a graph, and that the variant has one."""
+    if config.prior_kind != "contextual":
+        raise ValueError(f"prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
+    if len(shape) != 2 or shape[0] != num_sources or shape[1] not in (1, heads):
+        raise ValueError(f"prior has shape {shape}; allowed: ln Ψ of shape ({num_sources} sources, {heads} heads or 1)")
 
 
 def finite(mask: Tensor | None = None, prior: Tensor | None = None, **tensors: Tensor | None) -> None:

@@ -19,6 +19,7 @@ from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
 from bayesattn.ops.precision import shared, upcast, without_autocast
+from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain
 from bayesattn.ops.segment import reference as segment_reference
 from bayesattn.ops.segment import support as segment_support
@@ -188,7 +189,7 @@ def edge_attention(
     edges: Edges,
     *,
     config: AttentionConfig,
-    prior: Float[Tensor, "n prior_heads"] | None = None,
+    prior: Float[Tensor, "n prior_heads"] | NodePrior | None = None,
     prior_scope: PriorScope = "graph",
     dropout_p: float = 0.0,
     seed: Seed | None = None,
@@ -207,7 +208,8 @@ def edge_attention(
         value: Features of every node that may be a source.
         edges: The graph, from `Edges.sort`.
         config: Which posterior, prior and conventions.
-        prior: ln Ψ of every source from a contextual prior, shared by the heads or one each.
+        prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or what the kernels compute it
+            from.
         prior_scope: `graph`: Ψ sums to one over all nodes that are somebody's source, as published; `neighbourhood`: over
             the sources of each target, as the derivation, one softmax per row, asks.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
@@ -235,7 +237,10 @@ def edge_attention(
     like = scores.source if is_pair else scores
     heads = like.shape[1]
     _checks.edge_value(value, edges.num_sources, heads)
-    _checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
+    if isinstance(prior, NodePrior):
+        _checks.edge_prior_shape(tuple(prior.key.shape[:2]), heads, edges.num_sources, config)
+    else:
+        _checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
     _checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
     _checks.probability("dropout_p", dropout_p)
     _checks.choice("backend", backend, EDGE_BACKENDS)
@@ -245,7 +250,9 @@ def edge_attention(
     wants_kl = need_kl and config.has_kl
     chosen = _choose_for_edges(backend, segment_support.EdgeCall(like, value, edges, config, sample, dropout_p))
     options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
-    if prior is not None and prior.shape[1] != heads:
+    if isinstance(prior, NodePrior):
+        prior = prior if chosen == "triton" else prior.log_prior()
+    elif prior is not None and prior.shape[1] != heads:
         prior = prior.expand(-1, heads)
     options["log_prior"] = prior
     with without_autocast(like.device.type):
@@ -256,9 +263,7 @@ def edge_attention(
         else:
             ops = csr if chosen == "csr" else plain
             phi = scores.on_edges(edges, ops) if isinstance(scores, PairScores) else scores
-            result = segment_reference.attention(
-                phi, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options
-            )
+            result = segment_reference.attention(phi, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options)
     if need_kl and result.kl is None:
         result = result._replace(kl=_zeros_like_kl(like.new_zeros(1)))
     return result

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.ops.precision import upcast
+from bayesattn.ops.prior.nodes import NodePrior
 
 # the fused network holds a block of keys and the whole first matrix in registers
 LARGEST_KEY_DIM, LARGEST_HIDDEN_DIM = 256, 64
@@ -97,13 +98,18 @@ class ContextualPrior(nn.Module):
             key: Features of every node, split into heads.
             used: Nodes that are the source of some edge.
         """
-        if self._runs_fused(key):
-            from bayesattn.ops.prior import triton
-
-            return triton.log_prior_of_nodes(key.detach() if self.detach_keys else key, *self._weights, used)
+        fused = self.fused_of_nodes(key, used)
+        if fused is not None:
+            return fused.log_prior()
         logits = self.logits(key.transpose(0, 1)) if self.num_networks > 1 else self.logits(key).transpose(0, 1)
         # squeezing gives the gradient back as it is, indexing would put it into a tensor of zeros
         return contextual_log_prior(logits.unsqueeze(0), used).squeeze(2).squeeze(0).transpose(0, 1)
+
+    def fused_of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> NodePrior | None:
+        """Return what the kernels compute ln Ψ of the nodes from, or None where torch has to; arguments as above."""
+        if not self._runs_fused(key):
+            return None
+        return NodePrior(key.detach() if self.detach_keys else key, *self._weights, used)
 
     def logits(self, key: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n"]:
         """Return F₂(relu(F₁(K))); where the heads share a network, the leading axes may be any."""

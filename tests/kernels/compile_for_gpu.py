@@ -20,7 +20,8 @@ from bayesattn.ops.segment.launch import blocks, sum_blocks
 TARGET = GPUTarget("cuda", 90, 32)
 INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES", "BEGIN_SOURCE"}
 IN_VALUE_DTYPE = {"VALUE", "GRAD_VALUE"}
-NUMBERS = {"H": "i32", "D": "i32", "strength": "fp32", "constant": "fp32", "slope": "fp32", "negative_slope": "fp32", "RUNS": "i32"}
+NUMBERS = {"H": "i32", "D": "i32", "RUNS": "i32"}
+NUMBERS |= dict.fromkeys(("strength", "constant", "slope", "negative_slope"), "fp32")
 
 
 def compile_kernel(name: str, dtype: str, heads: int, features: int, **switches) -> dict:

@@ -75,6 +75,7 @@ class Operations(TorchDispatchMode):
     """Counts what the host has to ask the device for: operations that are neither views nor empty tensors."""
 
     FREE = ("view", "transpose", "t.", "expand", "slice", "select.", "squeeze", "unsqueeze", "detach", "split", "alias")
+    FREE = (*FREE, "unbind")
 
     def __init__(self) -> None:
         super().__init__()

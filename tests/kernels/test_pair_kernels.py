@@ -171,7 +171,7 @@ def test_weights_on_request_and_other_backends_see_the_same_scores(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": torch.zeros(10, 3)}, "source of the scores .*allowed: .11 sources"),
+        ({"source": torch.zeros(10, 3)}, "source of the scores .*allowed: .*11 sources"),
         ({"target": torch.zeros(7, 2)}, "target of the scores .*the same heads"),
         ({"target": torch.zeros(7, 3, dtype=torch.float64)}, "target of the scores is torch.float64"),
         ({"negative_slope": -0.1}, "negative_slope is -0.1; allowed: at least 0"),

@@ -127,6 +127,23 @@ def test_graph_suite_times_every_layer_against_pyg(capsys):
     assert rows[0].ratio == 1.0
 
 
+@pytest.mark.parametrize("failing", ["", "b"])
+def test_steps_of_a_graph_are_timed_as_cuda_graphs_all_or_none(monkeypatch, capsys, failing):
+    graph = pytest.importorskip("bayesattn.bench.graph")
+
+    def recorded(step):
+        if step() == failing:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return step
+
+    monkeypatch.setattr(graph, "recorded", recorded)
+    suite = harness.Suite("toy", "cpu")
+    graph._run_recorded(suite, graph.Case(3, 5, 7), {"a": lambda: "a", "b": lambda: "b"})
+    assert [row.provider for row in suite.rows] == ([] if failing else ["a", "b"])
+    said = "3n 5e 7f: no CUDA graph could be recorded, so none is timed: operation not permitted when stream is capturing\n"
+    assert (said in capsys.readouterr().out) == bool(failing)
+
+
 def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):
     graph = pytest.importorskip("bayesattn.bench.graph")
     from bayesattn.ops.segment import csr

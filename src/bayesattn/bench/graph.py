@@ -61,14 +61,19 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
     """Time forward + backward, and the forward of Monte Carlo prediction, for every graph and layer."""
     suite = Suite("graph", device)
     backends: tuple[EdgeBackend, ...] = ("reference", "triton") if device == "cuda" else ("csr", "reference")
+    steps: list[tuple[Case, dict[str, Callable[[], None]]]] = []
     for case in cases or (GPU_CASES if device == "cuda" else CPU_CASES):
         for backend in backends:
             check(case, device, backend)
-        _run_case(suite, case, device, backends)
+        steps.append((case, _run_case(suite, case, device, backends)))
+    # last, for what a capture that fails leaves behind
+    for case, calls in steps if device == "cuda" else ():
+        _run_recorded(suite, case, {name: calls[name] for name in ("GATConv", "BAM-NOKL triton", "BAM-WC triton")})
     return suite.rows
 
 
-def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend, ...]) -> None:
+def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend, ...]) -> dict[str, Callable[[], None]]:
+    """Time every layer on one graph and return their training steps."""
     torch.manual_seed(0)
     index = torch.randint(0, case.nodes, (2, case.edges), device=device)
     x = torch.randn(case.nodes, case.in_features, device=device)
@@ -81,21 +86,18 @@ def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend
     steps = {name: training_step(layer.to(device), x, index, upstream, "WC" in name) for name, layer in layers.items()}
     for name, step in steps.items():
         suite.run(str(case), name, "fwd+bwd", step)
-    if device == "cuda":
-        _run_recorded(suite, case, {name: steps[name] for name in ("GATConv", "BAM-NOKL triton", "BAM-WC triton")})
     with torch.no_grad():
         for name, layer in layers.items():
             if "WC" not in name:
                 suite.run(str(case), name, "forward", lambda layer=layer: layer(x, index))
+    return steps
 
 
 def _run_recorded(suite: Suite, case: Case, steps: dict[str, Callable[[], None]]) -> None:
-    """Time the same steps as CUDA graphs: what the device alone takes. Without PyG's layer there is nothing to compare."""
+    """Time the same steps as CUDA graphs: what the device alone takes. All of them or none, or there would be no ratios."""
     try:
         replays = {name: recorded(step) for name, step in steps.items()}
     except RuntimeError as error:
-        # a capture that fails leaves the stream it was made on, not the current one, and later calls run as before
-        torch.cuda.synchronize()
         print(f"{case}: no CUDA graph could be recorded, so none is timed: {str(error).splitlines()[0]}", flush=True)
         return
     for name, replay in replays.items():

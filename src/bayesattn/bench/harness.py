@@ -114,10 +114,14 @@ def recorded(call: Callable[[], object]) -> Callable[[], None]:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with warnings.catch_warnings(), torch.cuda.graph(graph):
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-        call()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with warnings.catch_warnings(), torch.cuda.graph(graph):
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+            call()
+    finally:
+        # where a capture fails, torch may not come to leave its stream
+        torch.cuda.set_stream(current)
     return graph.replay
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.utils import is_sparse, to_edge_index
@@ -25,6 +25,7 @@ from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, Prior
 from bayesattn.graph.batches import SeedRows
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.precision import upcast, without_autocast
+from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import PairScores
@@ -142,15 +143,16 @@ class EdgeAttentionModule(BayesianModule):
             or not isinstance(self.aggr_module, SumAggregation)
             or is_sparse(edge_index)
         )
-        ends = _end_points(edge_index, self.flow)
         if passes_messages or (torch.compiler.is_compiling() and self.backend != "triton"):
+            ends = _end_points(edge_index, self.flow)
             self._call = Call(Edges(*ends, num_sources, num_targets), plain, passes_messages)
         else:
-            edges = _sorted_edges(self, edge_index, ends, num_sources, num_targets)
-            takes_csr = self.backend in ("auto", "csr") and ends[0].device.type == "cpu"
+            edges = _sorted_edges(self, edge_index, num_sources, num_targets)
+            on_cuda = edges.source.is_cuda
+            takes_csr = self.backend in ("auto", "csr") and edges.source.device.type == "cpu"
             is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
             self._call = Call(edges, csr if takes_csr and not is_traced else plain, passes_messages)
-            runs_kernels = self.backend == "triton" or (self.backend == "auto" and ends[0].is_cuda)
+            runs_kernels = self.backend == "triton" or (self.backend == "auto" and on_cuda)
             self._call.takes_pair = runs_kernels and self.bayes_rival is None and self.seed_rows is None
         return self._call
 
@@ -176,7 +178,7 @@ class EdgeAttentionModule(BayesianModule):
             self._drop_value(value),
             edges,
             config=self.config,
-            prior=self._log_prior(keys, edges) if needs_kl and is_whole else None,
+            prior=self._prior_of(call, keys) if needs_kl and is_whole else None,
             prior_scope=self.prior_scope,
             dropout_p=self._dropout(dropout),
             sample=self.is_sampling,
@@ -237,13 +239,25 @@ class EdgeAttentionModule(BayesianModule):
     def _drop_value(self, value: Tensor) -> Tensor:
         return F.dropout(value, self._dropout(self.value_dropout)) if self.value_dropout else value
 
+    def _prior_of(self, call: Call, keys: Float[Tensor, "n h d"]) -> Float[Tensor, "n h"] | NodePrior | None:
+        """Return ln Ψ of every node, or what the kernels compute it from where they may."""
+        if self.bayes_prior is not None and call.takes_pair:
+            fused = self.bayes_prior.fused_of_nodes(keys, _used(call.edges))
+            if fused is not None:
+                return fused
+        return self._log_prior(keys, call.edges)
+
     def _log_prior(self, keys: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "n h"] | None:
         """Return ln Ψ of every node; Ψ is a softmax over the nodes that are the source of some edge."""
         if self.bayes_prior is None:
             return None
-        used = edges.memo("used", lambda: (edges.out_degree > 0).view(1, 1, -1))
+        used = _used(edges)
         with without_autocast(keys.device.type):
             return self.bayes_prior.of_nodes(keys, used)
+
+
+def _used(edges: Edges) -> Bool[Tensor, "1 1 n"]:
+    return edges.memo("used", lambda: (edges.out_degree > 0).view(1, 1, -1))
 
 
 def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tensor, " e"]]:
@@ -256,17 +270,17 @@ def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tens
     return (source, target) if flow == "source_to_target" else (target, source)
 
 
-def _sorted_edges(
-    layer: EdgeAttentionModule, edge_index: Tensor, ends: tuple[Tensor, Tensor], num_sources: int, num_targets: int
-) -> Edges:
+def _sorted_edges(layer: EdgeAttentionModule, edge_index: Tensor, num_sources: int, num_targets: int) -> Edges:
     """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see."""
     if torch.compiler.is_compiling():
-        return Edges.sort(*ends, num_sources, num_targets, check=False)
+        return Edges.sort(*_end_points(edge_index, layer.flow), num_sources, num_targets, check=False)
     known = _SORTED.get(layer)
-    if known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets):
+    has_size = known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets)
+    if known is not None and has_size and known.is_from(edge_index, layer.flow):
+        return known.edges
+    ends = _end_points(edge_index, layer.flow)
+    if known is not None and has_size:
         is_same_place = known.ends[0].device == ends[0].device and known.ends[0].dtype == ends[0].dtype
-        if known.is_from(edge_index, layer.flow):
-            return known.edges
         if is_same_place and all(torch.equal(a, b) for a, b in zip(known.ends, ends, strict=True)):
             _SORTED[layer] = known._replace(**_mark(edge_index, layer.flow))
             return known.edges

@@ -22,7 +22,7 @@ def without_autocast(device: str) -> AbstractContextManager:
 def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:
     """Cast to `dtype`; what lies outside float16's range becomes its largest number, NaN stays NaN."""
     if dtype != torch.float16:
-        return x.to(dtype)
+        return x if x.dtype == dtype else x.to(dtype)
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype)
 

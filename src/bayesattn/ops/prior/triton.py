@@ -1,6 +1,7 @@
 """The contextual prior as one autograd node over the kernels."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,7 +31,7 @@ def log_prior(
     valid: Bool[Tensor, "#b #h n"] | None,
 ) -> Float[Tensor, "b h 1 n"]:
     """Return ln Ψ of every key in float32, as `priors.ContextualPrior` defines it."""
-    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid, False)
+    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid)
 
 
 def log_prior_of_nodes(
@@ -41,8 +42,8 @@ def log_prior_of_nodes(
     bias_out: Float[Tensor, "networks 1 1"],
     used: Bool[Tensor, "1 1 n"],
 ) -> Float[Tensor, "n h"]:
-    """Return the same of a graph's nodes; turning the axes inside of the node costs autograd nothing."""
-    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, used, True)
+    """Return the same of a graph's nodes."""
+    return _LogNodePrior.apply(key, weight_in, bias_in, weight_out, bias_out, used)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -89,8 +90,8 @@ def _strides(valid: Tensor | None) -> tuple[int, int] | None:
 
 class _LogPrior(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, valid, by_node):
-        key = aligned(key.transpose(0, 1).unsqueeze(0) if by_node else key)
+    def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, valid):
+        key = aligned(key)
         (b, h, n, _), (networks, _, hidden) = key.shape, weight_in.shape
         weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
         logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
@@ -102,30 +103,76 @@ class _LogPrior(torch.autograd.Function):
         compute(key, *weights, logits)
         normalise(logits, logits if valid is None else valid, out)
         ctx.save_for_backward(key, *weights, valid, out)
-        ctx.by_node = by_node
-        return out.view(h, n).t() if by_node else out
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         key, weight_in, bias_in, weight_out, bias_out, valid, out = ctx.saved_tensors
-        grad = grad.t()[None, :, None] if ctx.by_node else grad
         networks, _, hidden = weight_in.shape
         grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
         launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
         sums = out.new_empty(shape)
         totals = out
         if key.shape[2] > MANY_KEYS:
-            # a node without an edge has no gradient; a masked key may have one, which is of no use
-            counted = grad if valid is None or ctx.by_node else grad.where(valid.unsqueeze(2), 0.0)
-            totals = counted.sum(dim=-1)
+            # a masked key may have a gradient, which is of no use
+            totals = (grad if valid is None else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
         launch(
             key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad, totals,
             key if grad_key is None else grad_key, sums,
         )  # fmt: skip
-        weights = (weight_in, bias_in, weight_out, bias_out)
-        parts = sums.sum(dim=0).split([weight.numel() for weight in weights])
-        grads = [part.view(weight.shape).to(weight.dtype) for part, weight in zip(parts, weights)]
-        if grad_key is not None and ctx.by_node:
-            grad_key = grad_key.squeeze(0).transpose(0, 1)
-        return grad_key, *grads, None, None
+        return grad_key, *_add_up(sums, (weight_in, bias_in, weight_out, bias_out)), None
+
+
+def _add_up(sums: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the network from the rows that programs left."""
+    parts = sums.sum(dim=0).split_with_sizes([weight.numel() for weight in weights])
+    grads = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+    return grads if weights[0].dtype == sums.dtype else [x.to(y.dtype) for x, y in zip(grads, weights, strict=True)]
+
+
+def _nodes_layout(key: Tensor) -> Layout:
+    """Return the layout of contiguous keys [nodes, heads, features] with their axes turned: one example, head by head."""
+    n, h, d = key.shape
+    return Layout((1, h, n, d), (n * h * d, d, h * d, 1), key.dtype)
+
+
+def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tensor:
+    """Return ln Ψ [nodes, heads] from contiguous keys and weights, outside of autograd."""
+    n, h, _ = key.shape
+    logits, out = key.new_empty((2, h, n), dtype=torch.float32).unbind()
+    networks, _, hidden = weights[0].shape
+    compute, normalise = _forward_launches(_nodes_layout(key), networks, hidden, (0, 0))
+    compute(key, *weights, logits)
+    normalise(logits, used, out)
+    return out.t()
+
+
+def nodes_backward(
+    key: Tensor, weights: Sequence[Tensor], used: Tensor, out: Tensor, grad: Tensor, need_key: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of keys, if needed, and weights, from what `nodes_forward` had and returned."""
+    (n, h, d), (networks, _, hidden) = key.shape, weights[0].shape
+    grad_key = key.new_empty((h, n, d)) if need_key else None
+    strides = (0, grad.stride(1), 0, grad.stride(0))
+    launch, shape = _backward_launch(_nodes_layout(key), networks, hidden, (0, 0), strides, need_key)
+    sums = out.new_empty(shape)
+    # a node without an edge has no gradient
+    totals = grad.sum(dim=0) if n > MANY_KEYS else out
+    launch(key, *weights[:3], used, out, grad, totals, key if grad_key is None else grad_key, sums)
+    return None if grad_key is None else grad_key.transpose(0, 1), *_add_up(sums, weights)
+
+
+class _LogNodePrior(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, used):
+        key, *weights = [x.contiguous() for x in (key, weight_in, bias_in, weight_out, bias_out)]
+        out = nodes_forward(key, weights, used)
+        ctx.save_for_backward(key, *weights, used, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        key, *weights, used, out = ctx.saved_tensors
+        return *nodes_backward(key, weights, used, out, grad, ctx.needs_input_grad[0]), None

@@ -71,7 +71,8 @@ def edge_forward_kernel(
 ):  # fmt: skip
     """Output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target.
 
-    Where scores are made of a PAIR, they are stored for the backward pass. The clean log-sum-exp of a row without edges is 0; but where rows are SPLIT into runs, that of an empty run is −inf.
+    Where scores are made of a PAIR, they are stored for the backward pass. The clean log-sum-exp of a row without edges is 0;
+    but where rows are SPLIT into runs, that of an empty run is −inf.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -147,8 +148,8 @@ def edge_backward_kernel(
 
     Every edge belongs to one run, so nothing is added atomically: dΦ_e is stored where the edge stands. Where the Weibull KL
     is FUSED, the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores): GRAD_SECOND is that one
-    number, and GRAD_PRIOR becomes the gradient of ln α, c's own included. Where scores are made of a PAIR, what is stored of an
-    edge is the gradient of its sum.
+    number, and GRAD_PRIOR becomes the gradient of ln α, c's own included. Where scores are made of a PAIR, what is stored
+    of an edge is the gradient of its sum.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -241,7 +242,7 @@ def _sum_of_run(X, POSITIONS, BEGIN, run, heads, H, IN_ORDER: tl.constexpr, BE: 
 def edge_pair_grad_kernel(
     GRAD_SCORES, POSITIONS, BEGIN_SOURCE, BEGIN, GRAD_SOURCE, GRAD_TARGET, H, RUNS, BE: tl.constexpr, HB: tl.constexpr
 ):
-    """Sum of the gradients of one run of edges: the first RUNS programs take those out of sources, the others into targets."""
+    """Sum of the gradients of one run of edges: the first RUNS programs take those out of sources, the others the rows."""
     run, heads = tl.program_id(0), tl.program_id(1) * HB + tl.arange(0, HB)
     if run < RUNS:
         total = _sum_of_run(GRAD_SCORES, POSITIONS, BEGIN_SOURCE, run, heads, H, False, BE, HB)

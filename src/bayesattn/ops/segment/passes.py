@@ -151,12 +151,14 @@ def prepare(
     grad_kl: Tensor | None = None,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return δ = O · dO of every row; with a KL the gradient of the clean LSEs and `pull`, else empty tensors."""
+    """Return δ = O · dO of every row; with a KL the gradient of the clean LSEs and `pull`, else nothing of use."""
     n, h, d = out.shape
     delta = out.new_empty((n, h))
-    grad_lse = delta.new_empty(0 if divergent is None else (n, h))
-    # without a row nobody writes it, and the prior's gradient is a multiple of it
-    pull = delta.new_zeros(1) if divergent is not None and not n else delta.new_empty(0 if divergent is None else 1)
+    # a pointer that no switch writes to still has to be one; without a row nobody writes `pull`, and the prior's gradient
+    # is a multiple of it
+    grad_lse, pull = delta, delta
+    if divergent is not None:
+        grad_lse, pull = torch.empty_like(delta), out.new_empty(1) if n else out.new_zeros(1)
     # a pointer that no switch reads still has to be one
     read = [out if x is None else x for x in (clean, first, grad_kl, num_rows)]
     if out.numel():
@@ -209,11 +211,7 @@ def backward(
     (n, h, d), num_runs = value.shape, begin.shape[0] - 1
     grad_scores = torch.empty_like(scores)
     grad_value = value.new_empty((num_runs, h, d), dtype=value.dtype if num_runs == n else torch.float32)
-    grad_prior = scores.new_empty(0)
-    if draw.kind == PER_SOURCE:
-        grad_prior = scores.new_empty((num_runs, h))
-    elif draw.kind == PER_EDGE:
-        grad_prior = torch.empty_like(scores)
+    grad_prior = scores.new_empty({CONSTANT: 0, PER_SOURCE: (num_runs, h), PER_EDGE: scores.shape}[draw.kind])
     if grad_value.numel():
         used = (rows[0] is not None, rows[2] is not None)
         launch = _backward_launch(num_runs, h, d, value.dtype, draw, negative_slope, *used, divergent)
@@ -223,7 +221,8 @@ def backward(
         launch(*read, grad, lse, clean, delta, *given, grad_scores, grad_value, grad_prior)
     if draw.kind == PER_SOURCE:
         grad_prior = _add_runs(grad_prior, nodes, n)
-    grad_value = _add_runs(grad_value, nodes, n).to(value.dtype)
+    if num_runs != n:
+        grad_value = _add_runs(grad_value, nodes, n).to(value.dtype)
     if negative_slope is None:
         return grad_scores, None, grad_value, grad_prior
     return *_pair_gradients(grad_scores, indices, n), grad_value, grad_prior

@@ -1,6 +1,6 @@
 """Which backend can run a call on edges, and if not, why: each function returns a reason, or an empty string."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.ops.segment.edges import Edges
 
 
-@dataclass(frozen=True)
-class EdgeCall:
+class EdgeCall(NamedTuple):
     """The arguments of a call on edges that decide about backends."""
 
     scores: Tensor

@@ -16,6 +16,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
 from bayesattn.ops.precision import saturate
+from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import passes, plain, weibull_node
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import PairScores, opened
@@ -38,7 +39,7 @@ def attention(
     edges: Edges,
     *,
     config: AttentionConfig,
-    log_prior: Float[Tensor, "n h"] | None,
+    log_prior: Float[Tensor, "n h"] | NodePrior | None,
     prior_scope: PriorScope,
     seed: noise.Seed | None,
     need_kl: bool,
@@ -52,10 +53,11 @@ def attention(
     if need_kl and weibull_node.is_one_node(log_prior, prior_scope, config):
         output, kl = weibull_node.weibull_attention(phi, value, log_prior, edges, config, seed)
     else:
+        log_prior = log_prior.log_prior() if isinstance(log_prior, NodePrior) else log_prior
         output, kl = _attention(phi, value, edges, config, log_prior if need_kl else None, prior_scope, seed, need_kl)
-    has_scores = need_weights and not isinstance(phi, PairScores)
-    weights = sample_weights(phi, edges, seed, config) if has_scores else None
-    return EdgeAttention(output.to(value.dtype), weights, weights, kl)
+    weights = sample_weights(phi, edges, seed, config) if need_weights and not isinstance(phi, PairScores) else None
+    output = output if output.dtype == value.dtype else output.to(value.dtype)
+    return EdgeAttention(output, weights, weights, kl)
 
 
 def _attention(

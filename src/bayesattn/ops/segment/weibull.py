@@ -120,9 +120,7 @@ def run_forward(
     alpha = None if log_prior is None else scores.new_empty(log_prior.shape)
     if plan.alpha is not None and plan.num_alpha:
         plan.alpha(log_prior, graph.source_pointers, graph.num_rows, alpha, shares)
-    out, lse, clean, first, second = passes.forward(
-        scores, value, alpha, seed, graph.indices, plan.draw, True, True, pair
-    )
+    out, lse, clean, first, second = passes.forward(scores, value, alpha, seed, graph.indices, plan.draw, True, True, pair)
     if plan.num_programs > plan.num_alpha:
         plan.rows(clean, first, second, graph.target_pointers, graph.num_rows, shares)
     return out, shares.sum(dim=0, keepdim=True), lse, clean, first, alpha

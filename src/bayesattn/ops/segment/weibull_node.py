@@ -12,6 +12,8 @@ from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.weibull import Divergence
 from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
 from bayesattn.ops.precision import saturate
+from bayesattn.ops.prior.nodes import NodePrior
+from bayesattn.ops.prior.triton import nodes_backward, nodes_forward
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import PairScores, opened
 from bayesattn.ops.segment.passes import Indices, indices_of
@@ -19,18 +21,18 @@ from bayesattn.ops.segment.reference import PriorScope
 from bayesattn.ops.segment.weibull import Graph, plan_of, run_backward, run_forward
 
 
-def is_one_node(log_prior: Tensor | None, prior_scope: PriorScope, config: AttentionConfig) -> bool:
+def is_one_node(log_prior: Tensor | NodePrior | None, prior_scope: PriorScope, config: AttentionConfig) -> bool:
     """Whether the prior is a number, or one per source in float32."""
-    if config.family != "weibull":
-        return False
-    is_per_source = prior_scope == "graph" and log_prior is not None and log_prior.dtype == torch.float32
-    return log_prior is None or (is_per_source and config.gamma_beta <= LARGEST_ALPHA)
+    if config.family != "weibull" or log_prior is None:
+        return config.family == "weibull"
+    is_float32 = isinstance(log_prior, NodePrior) or log_prior.dtype == torch.float32
+    return prior_scope == "graph" and is_float32 and config.gamma_beta <= LARGEST_ALPHA
 
 
 def weibull_attention(
     scores: Float[Tensor, "e h"] | PairScores,
     value: Float[Tensor, "n h d"],
-    log_prior: Float[Tensor, "n h"] | None,
+    log_prior: Float[Tensor, "n h"] | NodePrior | None,
     edges: Edges,
     config: AttentionConfig,
     seed: Tensor,
@@ -40,6 +42,7 @@ def weibull_attention(
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
         assert not isinstance(scores, PairScores)
+        log_prior = log_prior.log_prior() if isinstance(log_prior, NodePrior) else log_prior
         forms = " ".join(divergence[3:])
         *tensors, num_targets = indices_of(edges)
         out, kl, *_ = weibull_edges_forward(
@@ -48,18 +51,27 @@ def weibull_attention(
         return out, kl
     graph = edges.memo("graph", lambda: Graph(indices_of(edges), *pointers))
     made_of = scores if isinstance(scores, PairScores) else (scores, None, None)
-    return _WeibullEdges.apply(*made_of, value, log_prior, seed, graph, divergence)
+    prior = (None, *log_prior) if isinstance(log_prior, NodePrior) else (log_prior, *([None] * 6))
+    return _WeibullEdges.apply(*made_of, value, *prior, seed, graph, divergence)
 
 
 class _WeibullEdges(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source, target, slope: float | None, value, log_prior, seed, graph: Graph, divergence: Divergence):
+    def forward(
+        ctx: Any, source, target, slope: float | None, value, log_prior, key, w_in, b_in, w_out, b_out, used, seed,
+        graph: Graph, divergence: Divergence,
+    ):  # fmt: skip
         scores, pair = opened(source, target, slope, graph.indices.source.shape[0])
         value = value.contiguous()
         ctx.graph, ctx.slope, ctx.dtype = graph, slope, source.dtype
+        network = ()
+        if key is not None:
+            key, *weights = [x.contiguous() for x in (key, w_in, b_in, w_out, b_out)]
+            log_prior = nodes_forward(key, weights, used)
+            network = (key, *weights, used, log_prior)
         ctx.plan = plan_of(scores, None if log_prior is None else log_prior.stride(), graph, divergence)
         out, kl, *rest = run_forward(ctx.plan, scores, value, log_prior, seed, graph, pair)
-        ctx.save_for_backward(scores, value, seed, out, *rest)
+        ctx.save_for_backward(scores, value, seed, out, *rest, *network)
         ctx.set_materialize_grads(False)
         # with the cast inside, output and KL are results of the same node
         return out.to(value.dtype), kl
@@ -68,12 +80,18 @@ class _WeibullEdges(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad, grad_kl):
         scores, value, seed, out, *rest = ctx.saved_tensors
+        rest, network = rest[:4], rest[4:]
         grad, grad_kl = _or_zeros(grad, grad_kl, out)
         *grads, grad_value, grad_prior = run_backward(
             ctx.plan, grad, grad_kl, scores, value, seed, ctx.graph, out, *rest, ctx.slope
         )
         grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
-        return *grads, None, grad_value, None if rest[-1] is None else grad_prior, None, None, None
+        to_network: tuple[Tensor | None, ...] = (None,) * 5
+        if network:
+            key, *weights, used, log_prior = network
+            to_network = nodes_backward(key, weights, used, log_prior, grad_prior, ctx.needs_input_grad[5])
+        to_prior = None if network or rest[-1] is None else grad_prior
+        return *grads, None, grad_value, to_prior, *to_network, None, None, None, None
 
 
 def _or_zeros(grad: Tensor | None, grad_kl: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
