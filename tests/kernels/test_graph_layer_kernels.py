@@ -111,6 +111,7 @@ def test_the_kl_adds_five_launches_and_three_operations_to_a_step(monkeypatch):
         counts.append(operations.found.total())
         launches.append(launched.copy())
     # the sums of what programs leave, for the KL and the network's gradients, and that of the keys' two gradients
+    assert counts[0] <= 17
     assert counts[1] - counts[0] <= 3
     # ops/segment/README.md has these numbers
     assert counts == [26, 29]

@@ -71,8 +71,8 @@ def edge_forward_kernel(
 ):  # fmt: skip
     """Output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target.
 
-    Where scores are made of a PAIR, they are stored for the backward pass. The clean log-sum-exp of a row without edges is 0;
-    but where rows are SPLIT into runs, that of an empty run is −inf.
+    Where scores are made of a PAIR, they are stored for the backward pass. The clean log-sum-exp of a row without edges is
+    0; but where rows are SPLIT into runs, that of an empty run is −inf.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
