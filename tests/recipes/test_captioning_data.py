@@ -12,9 +12,10 @@ from PIL import Image
 
 from bayesattn.recipes._vision.features import StoredRegions
 from bayesattn.recipes.captioning import data as captioning_data
+from bayesattn.recipes.captioning.batches import encode_captions, make_batch
 from bayesattn.recipes.captioning.data import SPLITS, CaptionSplit, load_data, read_token_file
 from bayesattn.recipes.captioning.explain import find_subject
-from bayesattn.recipes.captioning.train import encode_captions, load_config, make_batch
+from bayesattn.recipes.captioning.train import load_config
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
 from data import shared_data
 

@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bayesattn import record_kl
 from bayesattn.baselines import AttentionChoice, build_step_attention, with_score_function
+from bayesattn.recipes.captioning.batches import teacher_forced
 from bayesattn.recipes.captioning.decoding import beam_search
 from bayesattn.recipes.captioning.model import Att2in
-from bayesattn.recipes.captioning.train import CaptioningConfig, build_model, teacher_forced
+from bayesattn.recipes.captioning.train import CaptioningConfig, build_model
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, SPECIAL_WORDS, UNKNOWN, Vocabulary
 
 FEATURES, REGIONS, WIDTH = 7, 5, 11
@@ -24,11 +25,6 @@ def vocabulary_of(size: int) -> Vocabulary:
 def small_model(variant: str = "soft", size: int = 13, **options) -> Att2in:
     attention = build_step_attention(AttentionChoice(variant=variant, **options), WIDTH, WIDTH, 3)
     return Att2in(attention, vocabulary_of(size), feature_dim=FEATURES, width=WIDTH, dropout=0.5)
-
-
-def squares(model: Att2in, *inputs, **options) -> torch.Tensor:
-    """Return a loss of every step, with the gradients of hard choices."""
-    return with_score_function(model, lambda: model(*inputs, **options).square().sum(dim=-1))
 
 
 def count(model: torch.nn.Module) -> int:
@@ -205,71 +201,6 @@ def test_noise_on_the_context_is_drawn_for_every_step():
     assert len(noise.flatten(0, 1).unique(dim=0)) == 12
     first, second = model(regions, words)
     assert not torch.allclose(first, second)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC", "BAM-LC", "hard-reinforce", "gaussian-context"])
-def test_recorded_loop_is_the_plain_one(variant):
-    """Losses, KL and gradients of every parameter; the third call replays what the first recorded, after another shape."""
-    found = []
-    for mode in ("eager", "auto"):
-        # parameters of its own, with the same values: what was computed without a recording would be in the way of one
-        torch.manual_seed(3)
-        model, rows = small_model(variant, kl_reduction="sum").cuda().train(), []
-        model.decoder_mode, model.dropout.p = mode, 0.0
-        for call, count in enumerate((3, 2, 3, 2)):
-            torch.manual_seed(5 + call)
-            regions, words = torch.randn(count, REGIONS, FEATURES).cuda(), torch.randint(0, 13, (count, 6)).cuda()
-            lengths = torch.tensor([6, 2, 4][:count]).cuda()
-            model.zero_grad()
-            with record_kl() as kl:
-                total = squares(model, regions, words, lengths=lengths).sum()
-            total = total + (kl.total() if len(kl) else 0.0)
-            total.backward()
-            gradients = [parameter.grad for parameter in model.parameters()]
-            rows.append([total.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
-        found.append(rows)
-        assert len(model._recordings._recorded) == (2 if mode == "auto" else 0)
-    for plain, recorded in zip(*found, strict=True):
-        # float32 sums in another order
-        torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-4)
-
-
-def _stands_in_for_a_recording(module, samples, **options):
-    """As `make_graphed_callables` without a GPU: only the shapes of the samples may come again."""
-    shapes = [sample.shape for sample in samples]
-
-    def replay(*inputs):
-        assert [x.shape for x in inputs] == shapes
-        return module(*inputs)
-
-    return replay
-
-
-@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "BAM-LF", "hard-reinforce", "gaussian-context"])
-def test_loop_given_to_a_recording_is_the_plain_one(variant, monkeypatch):
-    """All but the recording itself, which needs a GPU: which tensors go in, and where their gradients go."""
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", _stands_in_for_a_recording)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    model, found = small_model(variant, kl_reduction="sum").train(), []
-    for is_recorded in (False, True):
-        monkeypatch.setattr(model, "_is_recorded", lambda reads, is_recorded=is_recorded: is_recorded)
-        rows = []
-        for count in (3, 2, 3):
-            torch.manual_seed(count)
-            model.zero_grad()
-            for name, buffer in model.attention.named_buffers():
-                if "averag" in name:
-                    buffer.zero_()
-            regions, words = torch.randn(count, REGIONS, FEATURES), torch.randint(0, 13, (count, 6))
-            with record_kl() as kl:
-                loss = squares(model, regions, words)
-            (loss.sum() + (kl.total() if len(kl) else 0.0)).backward()
-            gradients = [parameter.grad for parameter in model.parameters()]
-            rows.append([loss.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
-        found.append(rows)
-    assert len(model._recordings._recorded) == 2
-    assert all(torch.equal(*pair) for rows in zip(*found, strict=True) for pair in zip(*rows, strict=True))
 
 
 def test_positions_select_steps_of_the_whole():

@@ -1,36 +1,14 @@
 """Recorded training steps: what every replay reads anew, whose gradients it leaves; on a GPU, that training is the same."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from fake_steps import FakeSteps
 from torch import nn
 
 from bayesattn import AttentionConfig
 from bayesattn.recipes import _loop
-from bayesattn.recipes._replay import RecordedSteps
-
-
-class FakeSteps(RecordedSteps):
-    """Records as a GPU does, without one: a replay computes the same call again and writes into the same tensors."""
-
-    def _open(self):
-        self.captures = 0
-        return None, None
-
-    def on_stream(self):
-        return nullcontext()
-
-    def _capture(self, call):
-        self.captures += 1
-        outputs = call()
-
-        def replay():
-            for held, new in zip(outputs, call(), strict=True):
-                held.copy_(new)
-
-        return replay, outputs
 
 
 def make_steps():

@@ -1,6 +1,7 @@
 """The benchmark harness: what it writes, what it refuses, and the one claim that does not depend on the clock."""
 
 import csv
+import dataclasses
 
 import pytest
 import torch
@@ -71,12 +72,26 @@ def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(c
     assert "BAM-WC" in capsys.readouterr().out
 
 
-def test_a_timed_step_of_a_model_that_sees_is_a_training_step():
-    case = seeing.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5"))
-    arguments = seeing._build(case, "wc", "cpu")
-    before = [parameter.detach().clone() for parameter in arguments[0].parameters()]
-    seeing.training_step(*arguments)()
-    assert all(not torch.equal(old, new) for old, new in zip(before, arguments[0].parameters()))
+@pytest.mark.parametrize(("make", "option"), [(seeing.whole_step, "cpu"), (seeing.recipe_step, "fp32")])
+@pytest.mark.parametrize("model", ["MCAN", "Att2in"])
+def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, make, option):
+    sizes = {"MCAN": ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8"), "Att2in": ("width=6",)}[model]
+    case = seeing.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes)
+    experiment, training = seeing.build(case, "wc")
+    step = make(experiment, training, option)
+    before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
+    step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, experiment.model.parameters()))
+
+
+@pytest.mark.parametrize(("index", "words"), [(0, 20_572), (1, 9488), (3, 2540)])
+def test_the_models_that_see_are_timed_at_the_sizes_of_their_data(index, words):
+    case = seeing.CASES["cuda"][index]
+    experiment, training = seeing.build(dataclasses.replace(case, regions=3, features=5), "soft")
+    batch = experiment.pad(experiment.collate(torch.arange(training.batch_size)))
+    assert batch["words"].shape == (case.batch, case.words)
+    assert len(experiment.model.vocabulary.words) == words
+    assert len(batch["regions"]) == (case.batch if case.model == "MCAN" else -(-case.batch // 5 // 4) * 4)
 
 
 def test_peak_memory_counts_what_is_alive_at_once():

@@ -1,24 +1,31 @@
 """Training steps of the two models that look at images, MCAN and Att2in, with soft and with Bayesian attention.
 
-A step is what training does: forward, backward, clipping, Adam. Random regions, words and targets of the paper's sizes. Soft
-attention comes first and again last: its second ratio says how far 1 is from 1 in this run.
+Random regions, words and targets of the paper's sizes. On a GPU two things are timed. `as it trains` is the recipe's own
+optimiser step, everything included: a batch is put together and sent, forward and backward pass are replayed, the gradient
+is looked at, clipped and used. `train step, CUDA graph` is forward, backward, clipping and Adam in one replay: nothing but
+the GPU counts. On a CPU the same step is called as it is. Soft attention comes first and again last: its second ratio says
+how far 1 is from 1 in this run.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.objective import elbo
-from bayesattn.recipes._train import one_thread
+from bayesattn.recipes._experiment import Experiment, TrainingConfig
+from bayesattn.recipes._loop import training_step
+from bayesattn.recipes._train import one_thread, seed_everything
+from bayesattn.recipes._vision.annotations import Question
+from bayesattn.recipes._vision.features import StoredRegions
 from bayesattn.recipes.captioning import train as captioning
-from bayesattn.recipes.captioning import vocabulary as captioning_words
+from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit
 from bayesattn.recipes.vqa import train as vqa
-from bayesattn.recipes.vqa import vocabulary as vqa_words
+from bayesattn.recipes.vqa.data import Split
 from bayesattn.recording import record_kl
 
 PROVIDERS = {"soft": "soft", "BAM-NOKL": "nokl", "BAM-WC": "wc", "soft, again": "soft"}
@@ -32,7 +39,7 @@ class Case:
         model: `MCAN` or `Att2in`.
         config: First part of the configs' names.
         batch: Questions or captions; five captions share an image.
-        words: Of a question or caption.
+        words: Of a question, or of a caption with its end.
         regions: Of an image.
         features: Of a region.
         vocabulary: Words known.
@@ -66,40 +73,54 @@ CASES = {
 
 
 def run(device: str, cases: list[Case] | None = None) -> list[Row]:
-    """Time every case: on a GPU in bfloat16, eager and as a CUDA graph; on a CPU one thread, in turn."""
+    """Time every case, in turn: on a GPU as it trains, in bfloat16 and its config's precision, and as a CUDA graph."""
     suite = Suite("seeing", device)
     with one_thread():
         for case in CASES[device] if cases is None else cases:
-            calls = {name: training_step(*_build(case, suffix, device)) for name, suffix in PROVIDERS.items()}
-            suite.compare(str(case), "train step", calls, rounds=11)
-            if device == "cuda":
-                graphs = {name: recorded(call) for name, call in calls.items()}
-                suite.compare(str(case), "train step, CUDA graph", graphs, rounds=11)
+            if device == "cpu":
+                steps = {name: whole_step(*build(case, suffix), "cpu") for name, suffix in PROVIDERS.items()}
+                suite.compare(str(case), "train step", steps, rounds=11)
+                continue
+            own = {"MCAN": vqa, "Att2in": captioning}[case.model].load_config(f"{case.config}-soft").training.precision
+            for precision in dict.fromkeys(("bf16", own)):
+                steps = {name: recipe_step(*build(case, suffix), precision) for name, suffix in PROVIDERS.items()}
+                suite.compare(str(case), f"as it trains, {precision}", steps, rounds=ROUNDS)
+            graphs = {name: recorded(whole_step(*build(case, suffix), "cuda")) for name, suffix in PROVIDERS.items()}
+            suite.compare(str(case), "train step, CUDA graph", graphs, rounds=11)
     return suite.rows
 
 
-def training_step(
-    model: nn.Module, inputs: Mapping[str, Tensor], nll: Callable[[Tensor], Tensor], num_labels: int, batch: int
-) -> Callable[[], None]:
-    """Return a call that makes one optimiser step.
+# of steps that wait for the host, whose times vary more
+ROUNDS = 31
 
-    Args:
-        model: In training mode.
-        inputs: What it is called with.
-        nll: Of its logits, summed.
-        num_labels: That the loss is averaged over.
-        batch: Examples, over which the KL is a mean.
-    """
-    device = next(model.parameters()).device
-    is_cuda = device.type == "cuda"
+
+def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Literal["fp32", "bf16"]) -> Callable[[], None]:
+    """Return a call that makes one optimiser step as training does, always on the same examples."""
+    step, indices = (
+        training_step(experiment, replace(training, precision=precision), seed=0),
+        torch.arange(training.batch_size),
+    )
+    # the first one of an epoch looks at the attention, the first two of a shape load kernels and record
+    for _ in range(3):
+        step(indices)
+    return lambda: step(indices)
+
+
+def whole_step(experiment: Experiment, training: TrainingConfig, device: str) -> Callable[[], None]:
+    """Return a call that makes one optimiser step with all of its work on the device: nothing in it waits or looks."""
+    is_cuda = device == "cuda"
+    found = experiment.collate(torch.arange(training.batch_size))
+    num_labels, examples = experiment.num_labels(found), training.batch_size
+    batch = {name: value.to(device) for name, value in experiment.pad(found).items()}
+    model = experiment.model.to(device).train()
     # fused: where the steps are counted on the GPU, the plain version launches two kernels for every single parameter
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=is_cuda, fused=is_cuda)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_cuda), record_kl() as scope:
-            loss = nll(model(**inputs))
+        with torch.autocast(device, torch.bfloat16, enabled=is_cuda), record_kl() as scope:
+            loss = experiment.nll(model, batch)
         kl = scope.total() if len(scope) else loss.new_zeros(())
-        elbo(loss / num_labels, kl, kl_weight=0.01, labels_per_example=num_labels / batch).loss.backward()
+        elbo(loss / num_labels, kl, kl_weight=0.01, labels_per_example=num_labels / examples).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -107,50 +128,41 @@ def training_step(
     return step
 
 
-def _build(case: Case, suffix: str, device: str) -> tuple[Any, ...]:
-    """Return the arguments of `training_step`."""
-    torch.manual_seed(0)
-    build = {"MCAN": _mcan, "Att2in": _att2in}[case.model]
-    model, inputs, targets, nll = build(case, suffix)
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    targets = targets.to(device)
-    num_labels = case.batch if case.model == "MCAN" else targets.numel()
-    return model.to(device).train(), inputs, lambda logits: nll(logits.float(), targets), num_labels, case.batch
+def build(case: Case, suffix: str) -> tuple[Experiment, TrainingConfig]:
+    """Return the experiment of a case with random data, and how it trains."""
+    seed_everything(0)
+    return {"MCAN": _mcan, "Att2in": _att2in}[case.model](case, suffix)
 
 
-def _mcan(case: Case, suffix: str) -> tuple[nn.Module, dict[str, Tensor], Tensor, Callable[..., Tensor]]:
-    words = (*vqa_words.RESERVED, *(f"word{index}" for index in range(case.vocabulary - 2)))
-    known = vqa_words.Vocabulary(words, tuple(f"answer{index}" for index in range(case.answers)), case.words)
-    config = vqa.load_config(f"{case.config}-{suffix}", case.settings)
-    inputs = {
-        "words": torch.randint(2, case.vocabulary, (case.batch, case.words)),
-        "word_mask": torch.ones(case.batch, case.words, dtype=torch.bool),
-        "regions": torch.randn(case.batch, case.regions, case.features),
-        "region_mask": torch.ones(case.batch, case.regions, dtype=torch.bool),
-    }
-    targets = torch.rand(case.batch, case.answers).square()
-
-    def nll(logits: Tensor, right: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits, right, reduction="sum")
-
-    return vqa.build_model(config, known, case.features), inputs, targets, nll
+def _mcan(case: Case, suffix: str) -> tuple[Experiment, TrainingConfig]:
+    settings = [f"training.batch_size={case.batch}", f"data.max_words={case.words}", "data.answer_min_count=1"]
+    config = vqa.load_config(f"{case.config}-{suffix}", [*settings, *case.settings])
+    regions, names = _regions(case, case.batch)
+    texts = _texts(case, case.words, at_least=max(case.batch, case.answers))
+    answers = [f"answer{index}" for index in range(case.answers)]
+    questions = [Question(name, text, (answer,), "any") for name, text, answer in zip(cycle(names), texts, cycle(answers))]
+    split = Split(questions, regions, torch.arange(len(questions)) % len(names))
+    return vqa.VQAExperiment(config, {"train": split}), config.training
 
 
-def _att2in(case: Case, suffix: str) -> tuple[nn.Module, dict[str, Tensor], Tensor, Callable[..., Tensor]]:
-    words = (*captioning_words.SPECIAL_WORDS, *(f"word{index}" for index in range(case.vocabulary - 2)))
-    config = captioning.load_config(f"{case.config}-{suffix}", case.settings)
-    num_images = case.batch // 5
-    targets = torch.randint(2, case.vocabulary, (case.batch, case.words))
-    inputs = {
-        "regions": torch.randn(num_images, case.regions, case.features),
-        "region_mask": torch.ones(num_images, case.regions, dtype=torch.bool),
-        "words": captioning.teacher_forced(targets),
-        "image_rows": torch.arange(num_images).repeat_interleave(5),
-        "lengths": torch.full((case.batch,), case.words),
-        "positions": torch.arange(targets.numel()),
-    }
+def _att2in(case: Case, suffix: str) -> tuple[Experiment, TrainingConfig]:
+    settings = [f"training.batch_size={case.batch}", f"max_length={case.words}", "min_count=1"]
+    config = captioning.load_config(f"{case.config}-{suffix}", [*settings, *case.settings])
+    texts = _texts(case, case.words - 1, at_least=case.batch)
+    captions = [texts[first : first + 5] for first in range(0, len(texts), 5)]
+    regions, names = _regions(case, len(captions))
+    split = CaptionSplit(names, captions, torch.arange(len(names)))
+    data = CaptionData(dict.fromkeys(("train", "validation"), split), regions)
+    return captioning.CaptioningExperiment(config, data), config.training
 
-    def nll(logits: Tensor, right: Tensor) -> Tensor:
-        return F.cross_entropy(logits, right, reduction="sum")
 
-    return captioning.build_model(config, captioning_words.Vocabulary(words), case.features), inputs, targets.flatten(), nll
+def _texts(case: Case, length: int, *, at_least: int) -> list[str]:
+    """Return sentences of one length that hold every word of the vocabulary but its first two, which stand for others."""
+    words = cycle(f"word{index}" for index in range(case.vocabulary - 2))
+    count = max(at_least, -(-(case.vocabulary - 2) // length))
+    return [" ".join(islice(words, length)) for _ in range(count)]
+
+
+def _regions(case: Case, num_images: int) -> tuple[StoredRegions, list[str]]:
+    names = [f"image{index}" for index in range(num_images)]
+    return StoredRegions(names, torch.randn(num_images, case.regions, case.features)), names

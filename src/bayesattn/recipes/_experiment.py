@@ -94,8 +94,15 @@ class Experiment:
         """Return the batch of these examples, its tensors on the CPU; the loop moves them."""
         raise NotImplementedError
 
+    def pad(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch of the same likelihood in one of few shapes: asked for where steps are recorded for every shape."""
+        return batch
+
     def num_labels(self, batch: dict[str, Any]) -> int:
-        """Return how many labels (answers, tokens, nodes) share the likelihood of a batch; by default one an example."""
+        """Return how many labels (answers, tokens, nodes) share the likelihood of a batch; by default one an example.
+
+        The batch is the one that `collate` returned, still on the CPU.
+        """
         return len(next(iter(batch.values())))
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:

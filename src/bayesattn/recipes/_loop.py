@@ -62,6 +62,13 @@ def train(
             loop.recorded.close()
 
 
+def training_step(experiment: Experiment, config: TrainingConfig, *, seed: int) -> Callable[[Int[Tensor, " b"]], None]:
+    """Return what makes one optimiser step of `train` on the examples it is given, for those who time it."""
+    loop = _Loop(experiment, config, seed, lambda done, total: None, lambda row: None, None)
+    loop.model.train()
+    return loop.advance
+
+
 class _Loop:
     """What `train` is made of."""
 
@@ -106,9 +113,7 @@ class _Loop:
                         self._save()
                     if wants_end:
                         raise Interrupted(self.at.step, self.total, signals[0] if signals else None)
-                    self._step(indices)
-                    self.at.step += 1
-                    self.at.batch += 1
+                    self.advance(indices)
                     self.on_progress(self.at.step, self.total)
                 self._end_epoch()
         if self.at.best is not None:
@@ -143,15 +148,19 @@ class _Loop:
         loss.backward()
         return loss.detach(), nll.detach(), kl.detach()
 
-    def _step(self, indices: Int[Tensor, " b"]) -> None:
+    def advance(self, indices: Int[Tensor, " b"]) -> None:
         """Make one optimiser step on the examples `indices`, of which this process takes its share."""
         with nullcontext() if self.recorded is None else self.recorded.on_stream():
-            self._step_here(indices)
+            self._step(indices)
+        self.at.step += 1
+        self.at.batch += 1
 
-    def _step_here(self, indices: Int[Tensor, " b"]) -> None:
+    def _step(self, indices: Int[Tensor, " b"]) -> None:
         parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
-        batches = self._collate(indices, parts)
+        # where a share is empty, the step's first example stands in
+        batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
         counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
+        batches = [self._place(batch) for batch in batches]
         labels = int(self.processes.sum(torch.tensor(sum(counts))))
         new: dict[str, Any] = dict.fromkeys(SUMS, 0.0)
         loss = torch.zeros((), device=self.device)
@@ -191,10 +200,10 @@ class _Loop:
             self._stop(indices, parts, batches, float(loss))
         self.optimizer.zero_grad()
 
-    def _collate(self, indices: Int[Tensor, " b"], parts: Sequence[Int[Tensor, " part"]]) -> list[dict[str, Any]]:
-        """Return the micro-batches on the device; where a share is empty, the step's first example stands in."""
-        batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
-        return [{name: move(value, self.device) for name, value in batch.items()} for batch in batches]
+    def _place(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a micro-batch on the device, in one of few shapes where each is recorded."""
+        padded = batch if self.recorded is None else self.experiment.pad(batch)
+        return {name: move(value, self.device) for name, value in padded.items()}
 
     def _forward(self, model: nn.Module, batch: dict[str, Any], observe: bool) -> tuple[Tensor, Tensor, EntropyScope]:
         """Return NLL and KL of a micro-batch, and the entropy of its attention if it is to be observed."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from bayesattn.recipes._runs import choose_methods
 from bayesattn.recipes._vision.features import add_noise
+from bayesattn.recipes.captioning.batches import encode_captions, make_batch
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit, load_data
 from bayesattn.recipes.captioning.explain import draw, method_of, prior_weights
 from bayesattn.recipes.captioning.model import Att2in
-from bayesattn.recipes.captioning.train import CaptioningConfig, encode_captions, load_run, make_batch
+from bayesattn.recipes.captioning.train import CaptioningConfig, load_run
 from bayesattn.runs import Predictions, SplitPredictions
 
 MAX_VALUES = 2**24

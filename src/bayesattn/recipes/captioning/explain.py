@@ -16,10 +16,11 @@ from bayesattn.recipes._vision.features import read_regions
 from bayesattn.recipes._vision.ids import find_name
 from bayesattn.recipes._vision.images import read_image
 from bayesattn.recipes._vision.shapes import GRID, pixel_features
+from bayesattn.recipes.captioning.batches import teacher_forced
 from bayesattn.recipes.captioning.data import CaptionData, load_data
 from bayesattn.recipes.captioning.decoding import beam_search
 from bayesattn.recipes.captioning.model import Att2in
-from bayesattn.recipes.captioning.train import CaptioningConfig, load_run, search_options, teacher_forced
+from bayesattn.recipes.captioning.train import CaptioningConfig, load_run, search_options
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY
 from bayesattn.recording import record_kl
 from bayesattn.runs import write_bytes

@@ -7,25 +7,20 @@
 
 The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
 is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
-attention allows it, the noise of all steps is drawn before the first, KL and choices are found after the last, and the loop
-between them is recorded once and replayed in training on a GPU.
+attention allows it, the noise of all steps is drawn before the first, KL and choices are found after the last.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from bayesattn.baselines import StepAttention
-from bayesattn.recipes._recorded import Recordings
 from bayesattn.recipes.captioning.cell import maxout_lstm
 from bayesattn.recipes.captioning.vocabulary import Vocabulary
-
-DecoderMode = Literal["auto", "eager"]
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,6 @@ class Att2in(nn.Module):
         feature_dim: Features of an image region.
         width: Features of words, regions and states.
         dropout: On words, regions and states.
-        decoder_mode: `auto` records the loop over words, forward and backward, as a CUDA graph for every shape of batch
-            where it trains on a GPU and the attention's randomness can be drawn beforehand (soft, BAM, hard with REINFORCE,
-            noise on the context); `eager` never does. Both compute the same.
     """
 
     vocabulary_bytes: Tensor
@@ -70,13 +62,8 @@ class Att2in(nn.Module):
         feature_dim: int,
         width: int = 512,
         dropout: float = 0.5,
-        decoder_mode: DecoderMode = "auto",
     ) -> None:
         super().__init__()
-        if decoder_mode not in get_args(DecoderMode):
-            raise ValueError(f"decoder_mode is {decoder_mode!r}; allowed: 'auto', 'eager'")
-        self.decoder_mode = decoder_mode
-        self._recordings = Recordings(functools.partial(_Loop, self))
         self.vocabulary = vocabulary
         self.register_buffer("vocabulary_bytes", vocabulary.to_tensor())
         self.word_embed = nn.Embedding(len(vocabulary), width)
@@ -201,77 +188,25 @@ class Att2in(nn.Module):
         self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
     ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
         """Return the same with all noise drawn first and KL and choices recorded last, of steps up to a caption's end."""
-        bias = self.attention.plan_bias(image.mask, reads.shape[1])
-        inputs = {"reads": reads, "keys": image.keys, "projected": image.prepared[0], "bias": bias}
-        steps = reads.new_ones(reads.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
-        optional = {"noise": self.attention.plan_context(image.keys, reads.shape[1])}
-        if self.attention.needs_kl:
-            optional |= {"mask": image.mask, "steps": steps, "prior": image.prepared[1]}
-        inputs |= {name: value for name, value in optional.items() if value is not None}
-        run = self._recordings if self._is_recorded(reads) else lambda inputs: self.unroll(**inputs)
-        hidden, scores, weights, *kl = run(inputs)
-        hidden = self.attention.record_steps(
-            hidden, scores, image.keys, mask=image.mask, steps=steps, bias=bias, kl=kl[0] if kl else None
-        )
-        return hidden, weights
-
-    def _is_recorded(self, reads: Tensor) -> bool:
-        # a replay cannot be part of somebody else's recording
-        return (
-            self.decoder_mode == "auto"
-            and reads.is_cuda
-            and self.training
-            and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not torch.cuda.is_current_stream_capturing()
-        )
-
-    def unroll(
-        self,
-        reads: Float[Tensor, "c t five_d"],
-        keys: Float[Tensor, "c n d"],
-        projected: Float[Tensor, "c n a"],
-        bias: Float[Tensor, "c #t n"],
-        noise: Float[Tensor, "c t d"] | None = None,
-        mask: Bool[Tensor, "c n"] | None = None,
-        steps: Bool[Tensor, "c t"] | None = None,
-        prior: Float[Tensor, "c 1 1 n"] | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Return states, scores and weights of all steps, and each caption's KL where it is asked for: all that is recorded.
-
-        Args:
-            reads: `read(words)` of all steps.
-            keys: Embedded regions of each caption's image.
-            projected: The same, projected by the attention.
-            bias: Noise of the attention at every step, from `plan_bias`.
-            noise: Of the context at every step, from `plan_context`.
-            mask: True for regions that exist; needed for the KL, as is the next.
-            steps: True for steps that count.
-            prior: ln Ψ of the regions, for contextual priors.
-        """
-        state, states, scores, weights = self.start(keys), [], [], []
+        attention, (projected, prior) = self.attention, image.prepared
+        bias = attention.plan_bias(image.mask, reads.shape[1])
+        noise = attention.plan_context(image.keys, reads.shape[1])
         biases = bias.expand(-1, reads.shape[1], -1).split(1, dim=1)
         noises = [None] * len(biases) if noise is None else noise.split(1, dim=1)
+        state, states, scores, weights = self.start(image.keys), [], [], []
         for read, add, shift in zip(reads.unbind(1), biases, noises, strict=True):
-            state, found, seen = self.planned_step(read, state, keys, projected, add, shift)
+            state, found, seen = self.planned_step(read, state, image.keys, projected, add, shift)
             states.append(state[0])
             scores.append(found)
             weights.append(seen)
-        unrolled = torch.stack(states, dim=1), torch.cat(scores, dim=1), torch.cat(weights, dim=1)
-        if mask is None or steps is None:
-            return unrolled
-        kl = self.attention.steps_kl(unrolled[1], keys, mask=mask, steps=steps, prior=prior, bias=bias)
-        return unrolled if kl is None else (*unrolled, kl)
-
-
-class _Loop(nn.Module):
-    """The loop as a module, as CUDA graphs want it: positional tensors in, a tuple of tensors out."""
-
-    def __init__(self, model: Att2in, names: tuple[str, ...]) -> None:
-        super().__init__()
-        # its parameters alone: the loop of a whole model would hold itself
-        self.parts = nn.ModuleList([model.attention, model.hidden_proj, model.view_proj])
-        self.unroll, self.names = model.unroll, names
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self.unroll(**dict(zip(self.names, inputs, strict=True)))
+        steps = reads.new_ones(reads.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        hidden = attention.record_steps(
+            torch.stack(states, dim=1),
+            torch.cat(scores, dim=1),
+            image.keys,
+            mask=image.mask,
+            steps=steps,
+            prior=prior,
+            bias=bias,
+        )
+        return hidden, torch.cat(weights, dim=1)

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -15,11 +14,12 @@ from bayesattn.baselines import AttentionChoice, build_step_attention, with_scor
 from bayesattn.recipes import _runs
 from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override, seed_everything
+from bayesattn.recipes.captioning.batches import encode_captions, make_batch, pad_batch, step_nll
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit, DatasetName, load_data
 from bayesattn.recipes.captioning.decoding import beam_search
-from bayesattn.recipes.captioning.model import Att2in, DecoderMode
+from bayesattn.recipes.captioning.model import Att2in
 from bayesattn.recipes.captioning.scoring import CorpusBleu
-from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
+from bayesattn.recipes.captioning.vocabulary import Vocabulary
 from bayesattn.runs import CHECKPOINT_FILE, RunError, read_tensors
 
 RECIPE = "captioning"
@@ -46,7 +46,9 @@ class CaptioningConfig:
         clip_value: Largest absolute value of a gradient's entry; None does not clip.
         num_beams: Of the captions that are scored; 1 is greedy search, the paper's.
         length_penalty: Of the beam search.
-        decoder_mode: `auto` records the loop over words as a CUDA graph where it can, `eager` does not (`model.py`).
+        decoder_mode: `auto` records training steps as CUDA graphs, one for every shape of batch, where one process trains on
+            a GPU and the noise of all words can be drawn before the first (soft, BAM, hard with REINFORCE, noise on the
+            context); `eager` never does. Both compute the same.
     """
 
     dataset: DatasetName = "shapes"
@@ -64,7 +66,7 @@ class CaptioningConfig:
     clip_value: float | None = 0.1
     num_beams: int = 1
     length_penalty: float = 0.0
-    decoder_mode: DecoderMode = "auto"
+    decoder_mode: Literal["auto", "eager"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("width", "attention_dim", "min_count", "max_length", "decay_epochs", "num_beams"):
@@ -87,79 +89,7 @@ def build_model(config: CaptioningConfig, vocabulary: Vocabulary, feature_dim: i
     """Build the model a config describes, with fresh parameters."""
     attention = build_step_attention(config.attention, config.width, config.width, config.attention_dim)
     sizes = {"feature_dim": feature_dim, "width": config.width, "dropout": config.dropout}
-    return Att2in(attention, vocabulary, decoder_mode=config.decoder_mode, **sizes)
-
-
-@dataclass(frozen=True)
-class EncodedCaptions:
-    """The captions of a split as numbers.
-
-    Attributes:
-        words: Of each caption, with a boundary after the last; boundaries fill the rest.
-        lengths: Words and their boundary.
-        images: Which image of the split each caption is about; captions of an image stand together.
-        num_skipped: Captions left out because they hold no known word.
-    """
-
-    words: Int[Tensor, "c t"]
-    lengths: Int[Tensor, " c"]
-    images: Int[Tensor, " c"]
-    num_skipped: int
-
-
-def encode_captions(split: CaptionSplit, vocabulary: Vocabulary, max_length: int) -> EncodedCaptions:
-    """Turn captions into numbers; one without any known word says nothing about its image and is skipped and counted."""
-    rows, images, skipped = [], [], 0
-    for image, captions in enumerate(split.captions):
-        for caption in captions:
-            numbers = vocabulary.encode(caption, max_length)
-            if all(number == UNKNOWN for number in numbers):
-                skipped += 1
-                continue
-            rows.append(torch.tensor([*numbers, BOUNDARY]))
-            images.append(image)
-    if not rows:
-        raise ValueError(f"none of the {skipped} captions holds a known word; allowed: at least one (see min_count)")
-    lengths = torch.tensor([len(row) for row in rows])
-    words = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
-    return EncodedCaptions(words, lengths, torch.tensor(images), skipped)
-
-
-def teacher_forced(words: Int[Tensor, "c t"]) -> Int[Tensor, "c t"]:
-    """Return what has been said before each word: the words one step later, behind a boundary."""
-    return torch.cat([torch.full_like(words[:, :1], BOUNDARY), words[:, :-1]], dim=1)
-
-
-def make_batch(
-    data: CaptionData, split: CaptionSplit, captions: EncodedCaptions, indices: Int[Tensor, " c"]
-) -> dict[str, Tensor]:
-    """Return the arguments of `Att2in.forward` for these captions, and `targets`, the words at its `positions`.
-
-    The features of an image come once, however many of its captions are in the batch. Lengths are turned into positions
-    here, on the host, so that nothing later has to wait for the device.
-    """
-    images, image_rows = captions.images[indices].unique(return_inverse=True)
-    regions, region_mask = data.regions.gather(split.rows[images])
-    lengths = captions.lengths[indices]
-    words = captions.words[indices, : int(lengths.max())]
-    positions = (torch.arange(words.shape[1]) < lengths[:, None]).flatten().nonzero().squeeze(1)
-    return {
-        "regions": regions,
-        "region_mask": region_mask,
-        "words": teacher_forced(words),
-        "image_rows": image_rows,
-        "lengths": lengths,
-        "positions": positions,
-        "targets": words.flatten()[positions],
-    }
-
-
-def step_nll(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, "c t"]:
-    """Return the cross-entropy of every step of every caption; 0 after its end."""
-    arguments = {name: value for name, value in batch.items() if name != "targets"}
-    losses = F.cross_entropy(model(**arguments), batch["targets"], reduction="none")
-    empty = losses.new_zeros(batch["words"].numel())
-    return empty.index_copy(0, batch["positions"], losses).view_as(batch["words"])
+    return Att2in(attention, vocabulary, **sizes)
 
 
 class CaptioningExperiment(Experiment):
@@ -177,6 +107,8 @@ class CaptioningExperiment(Experiment):
         self.bleu = CorpusBleu(data.splits["validation"].captions)
         self.num_examples = len(self.train.words)
         self.model = build_model(config, vocabulary, data.regions.dim)
+        # rivals that draw inside of the loop over words train in plain steps
+        self.is_recordable = config.decoder_mode == "auto" and self.model.attention.draws_ahead
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate)
         if config.clip_value is not None:
             clip_value = config.clip_value
@@ -195,9 +127,13 @@ class CaptioningExperiment(Experiment):
         """Return regions, words and targets."""
         return make_batch(self.data, self.data.splits["train"], self.train, indices)
 
+    def pad(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the batch with as many steps as the longest caption has."""
+        return pad_batch(batch, self.train.words.shape[1])
+
     def num_labels(self, batch: dict[str, Tensor]) -> int:
         """Return the words to predict, ends included."""
-        return len(batch["targets"])
+        return int(batch["lengths"].sum())
 
     def nll(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
         """Return the cross-entropy summed over words; hard attention adds its score-function gradient, of value 0."""

@@ -83,7 +83,7 @@ class VQAExperiment(Experiment):
 
     Args:
         config: The run.
-        data: The folder of the data sets.
+        data: The folder of the data sets, or the splits if they were read before.
 
     Attributes:
         num_skipped: Training questions left out because none of their answers is in the vocabulary.
@@ -91,8 +91,8 @@ class VQAExperiment(Experiment):
 
     model: MCAN
 
-    def __init__(self, config: VQAConfig, data: Path | None) -> None:
-        splits = load_splits(config.data, data)
+    def __init__(self, config: VQAConfig, data: Path | dict[str, Split] | None) -> None:
+        splits = data if isinstance(data, dict) else load_splits(config.data, data)
         whole = splits["train"]
         vocabulary = build_vocabulary(whole.questions, config.data)
         answers = vocabulary.answer_index.keys()
