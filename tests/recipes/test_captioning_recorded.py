@@ -11,7 +11,7 @@ from bayesattn import record_kl
 from bayesattn.recipes import _loop
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes._vision.features import StoredRegions
-from bayesattn.recipes.captioning.batches import IMAGE_MULTIPLE, REGION_MULTIPLE
+from bayesattn.recipes.captioning.batches import IMAGE_MULTIPLE, REGION_MULTIPLE, step_nll
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit
 from bayesattn.recipes.captioning.train import CaptioningExperiment, load_config
 
@@ -87,11 +87,15 @@ def test_steps_after_the_end_have_no_target_and_no_loss():
     experiment = make_experiment("soft")
     batch = experiment.collate(torch.arange(7))
     padded = experiment.pad(batch)
-    targets = padded["targets"].view(7, -1)
-    assert targets.shape[1] == 10  # nine words and an end
+    assert padded["words"].shape == (7, 10)  # nine words and an end
+    assert len(padded["positions"]) == len(padded["positions"].unique())
+    place = dict(zip(padded["positions"].tolist(), padded["targets"].tolist(), strict=True))
+    targets = iter(batch["targets"].tolist())
     for row, length in enumerate(batch["lengths"].tolist()):
-        assert (targets[row, length:] == -100).all()
-    assert torch.equal(targets[targets != -100], batch["targets"])
+        assert [place.pop(10 * row + step) for step in range(length)] == [next(targets) for _ in range(length)]
+    assert set(place.values()) == {-100}
+    losses = step_nll(experiment.model, padded)
+    assert torch.equal(losses > 0, torch.arange(10) < batch["lengths"][:, None])
 
 
 def test_padded_batches_have_few_shapes():
@@ -102,9 +106,9 @@ def test_padded_batches_have_few_shapes():
             batch = experiment.collate(indices)
             for is_padded, given in ((False, batch), (True, experiment.pad(batch))):
                 shapes[is_padded].add(tuple(tuple(value.shape) for value in given.values()))
-    # a whole and a last batch; at most 23 regions; at most 11 images
-    most = 2 * -(-23 // REGION_MULTIPLE) * -(-11 // IMAGE_MULTIPLE)
-    assert len(shapes[True]) <= most < 20 < len(shapes[False])
+    # a whole and a last batch; at most 23 regions; at most 11 images; the words of 11 captions vary by more than many's
+    assert len(shapes[True]) <= 2 * -(-23 // REGION_MULTIPLE) * -(-11 // IMAGE_MULTIPLE) * 2
+    assert 3 * len(shapes[True]) < len(shapes[False])
 
 
 def test_cells_of_a_grid_are_not_padded():

@@ -91,7 +91,7 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
 
 
 # of steps that wait for the host, whose times vary more
-ROUNDS = 31
+ROUNDS = 21
 
 
 def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Literal["fp32", "bf16"]) -> Callable[[], None]:

@@ -16,8 +16,12 @@ from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabular
 
 # of a step that has no word to predict: torch's cross-entropy is 0 there, and so is its gradient
 NO_TARGET = -100
-# images, and regions where images have different numbers of them, are rounded up to multiples of these
-IMAGE_MULTIPLE, REGION_MULTIPLE = 4, 16
+# images, and regions where images have different numbers of them, are rounded up to multiples of these; five captions an
+# image make batches of 50 or 250 captions multiples already
+IMAGE_MULTIPLE, REGION_MULTIPLE = 5, 16
+# words to predict are rounded up to a multiple of this share of all steps: a batch of many captions is always close to
+# the same share, and logits of steps without a word would cost as much as the others
+STEP_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -87,27 +91,32 @@ def make_batch(
 def pad_batch(batch: dict[str, Tensor], num_steps: int) -> dict[str, Tensor]:
     """Return a batch of the same likelihood in one of few shapes.
 
-    All captions get the same number of steps, and every step a logit: those after the end of a caption have no target. The
-    images that fill up have regions that exist, so that nothing divides by zero, and no caption.
+    All captions get the same number of steps. Steps after an end fill up the positions, without a target. The images that
+    fill up have regions that exist, so that nothing divides by zero, and no caption.
 
     Args:
         batch: Of `make_batch`.
         num_steps: Of the longest caption there is.
     """
     words = F.pad(batch["words"], (0, num_steps - batch["words"].shape[1]), value=BOUNDARY)
-    has_target = torch.arange(num_steps) < batch["lengths"][:, None]
-    targets = torch.full_like(words, NO_TARGET).masked_scatter(has_target, batch["targets"])
+    has_word = (torch.arange(num_steps) < batch["lengths"][:, None]).flatten()
+    share = -(-words.numel() // STEP_SHARE)
+    places = torch.cat([has_word.nonzero(), (~has_word).nonzero()]).squeeze(1)
+    positions = places[: -(-len(batch["targets"]) // share) * share]
     regions, region_mask = batch["regions"], batch["region_mask"]
     more_images = -len(regions) % IMAGE_MULTIPLE
     # the cells of a grid are as many in every image
     more_regions = 0 if bool(region_mask.all()) else -regions.shape[1] % REGION_MULTIPLE
-    region_mask = F.pad(F.pad(region_mask, (0, more_regions), value=False), (0, 0, 0, more_images), value=True)
+    # padding by nothing would copy
+    if more_images or more_regions:
+        regions = F.pad(regions, (0, 0, 0, more_regions, 0, more_images))
+        region_mask = F.pad(F.pad(region_mask, (0, more_regions), value=False), (0, 0, 0, more_images), value=True)
     return batch | {
-        "regions": F.pad(regions, (0, 0, 0, more_regions, 0, more_images)),
+        "regions": regions,
         "region_mask": region_mask,
         "words": words,
-        "positions": torch.arange(words.numel()),
-        "targets": targets.flatten(),
+        "positions": positions,
+        "targets": F.pad(batch["targets"], (0, len(positions) - len(batch["targets"])), value=NO_TARGET),
     }
 
 
