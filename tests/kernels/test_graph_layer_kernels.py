@@ -128,19 +128,23 @@ def test_activation_checkpointing_repeats_draw_and_kl(is_reentrant):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
-def test_autocast_leaves_kl_and_gradients_in_float32(dtype):
-    layer, x, index = layer_and_inputs(CONFIGS["WC"], "triton")
+def test_autocast_loses_no_more_than_the_reference_does(dtype):
     upstream = torch.randn(NODES, HEADS * OUT, device=DEVICE)
-    plain = step(layer, x, index, upstream)
+    errors = []
+    for backend in ("triton", "reference"):
+        layer, x, index = layer_and_inputs(CONFIGS["WC"], backend)
 
-    def call(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(DEVICE, dtype):
-            return layer(x, index)
+        def call(x: torch.Tensor, index: torch.Tensor, layer=layer) -> torch.Tensor:
+            with torch.autocast(DEVICE, dtype):
+                return layer(x, index)
 
-    low = step(layer, x, index, upstream, call)
-    for ours, truth in zip(low, plain, strict=True):
-        # eight to eleven bits in the projection: a few per cent of a tensor's norm
-        assert float((ours - truth).norm()) <= 0.05 * float(truth.norm()) + 1e-2
+        plain, low = step(layer, x, index, upstream), step(layer, x, index, upstream, call)
+        errors.append(
+            [float((found - truth).norm() / (truth.norm() + 1e-2)) for found, truth in zip(low, plain, strict=True)]
+        )
+    for ours, theirs in zip(*errors, strict=True):
+        # both round the same projection to eight or eleven bits, and differ in what comes after it
+        assert ours <= 2.0 * theirs + 1e-3
 
 
 def test_the_prior_is_reachable_from_the_output():
