@@ -15,7 +15,7 @@ from bayesattn.recipes.captioning import data as captioning_data
 from bayesattn.recipes.captioning.batches import encode_captions, make_batch
 from bayesattn.recipes.captioning.data import SPLITS, CaptionSplit, load_data, read_token_file
 from bayesattn.recipes.captioning.explain import find_subject
-from bayesattn.recipes.captioning.train import load_config
+from bayesattn.recipes.captioning.train import CaptioningExperiment, load_config
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
 from data import shared_data
 
@@ -253,10 +253,11 @@ def test_batch_holds_each_image_once_and_its_words_in_place():
     assert said == [split.captions[c // 5][c % 5].replace(" ,", "") for c in chosen.tolist()]
 
 
-@pytest.mark.skipif(shared_data() is None, reason="needs the shared data sets")
-def test_real_flickr8k_has_its_published_splits(monkeypatch):
+@pytest.fixture
+def flickr8k(monkeypatch) -> captioning_data.CaptionData:
     root = shared_data()
-    assert root is not None
+    if root is None:
+        pytest.skip("needs the shared data sets")
 
     def names_only(stem):
         # unpacking all features takes seconds and is tested with the features
@@ -265,7 +266,19 @@ def test_real_flickr8k_has_its_published_splits(monkeypatch):
         return StoredRegions(names, torch.zeros(len(names), 49, 1, dtype=torch.int8), grid=(7, 7))
 
     monkeypatch.setattr(captioning_data, "load_grid_features", names_only)
-    data = load_data("flickr8k", root)
-    assert [len(data.splits[name]) for name in SPLITS] == [6000, 1000, 1000]
-    assert all(len(captions) == 5 for split in data.splits.values() for captions in split.captions)
-    assert data.picture(data.splits["test"].names[0]).shape == (128, 128, 3)
+    return load_data("flickr8k", root)
+
+
+def test_real_flickr8k_has_its_published_splits(flickr8k):
+    assert [len(flickr8k.splits[name]) for name in SPLITS] == [6000, 1000, 1000]
+    assert all(len(captions) == 5 for split in flickr8k.splits.values() for captions in split.captions)
+    assert flickr8k.picture(flickr8k.splits["test"].names[0]).shape == (128, 128, 3)
+
+
+def test_recorded_batches_of_real_flickr8k_have_one_shape(flickr8k):
+    experiment = CaptioningExperiment(load_config("flickr8k-soft", ["width=2"]), flickr8k)
+    batches = experiment.batches(experiment.config.training, torch.Generator().manual_seed(0))
+    shapes = {tuple(tuple(x.shape) for x in experiment.pad(experiment.collate(found)).values()) for found in batches}
+    assert shapes == {((50, 49, 1), (50, 49), (250, 21), (250,), (250,), (3285,), (3285,))}
+    # words and ends of a batch, on average
+    assert round(float(experiment.train.lengths.float().mean()) * 250) == 2935
