@@ -15,7 +15,15 @@ from bayesattn.recipes.captioning.batches import IMAGE_MULTIPLE, REGION_MULTIPLE
 from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit
 from bayesattn.recipes.captioning.train import CaptioningExperiment, load_config
 
-TINY = ["width=12", "attention_dim=5", "dropout=0", "training.batch_size=11", "min_count=1", "training.keep=last"]
+TINY = [
+    "width=12",
+    "attention_dim=5",
+    "dropout=0",
+    "training.batch_size=11",
+    "min_count=1",
+    "training.keep=last",
+    "num_beams=1",
+]
 # so little noise that draws of another shape give the same
 QUIET = {
     "soft": [],
@@ -186,15 +194,17 @@ def pad_first(experiment: CaptioningExperiment) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", [*QUIET, "BAM-LF", "hard-reinforce", "gaussian-context"])
+@pytest.mark.parametrize(
+    ("variant", "precision"),
+    [(variant, "fp32") for variant in ("hard-reinforce", "gaussian-context", *QUIET)]
+    + [(variant, "bf16") for variant in ("hard-reinforce", "soft", "BAM-WC")],
+)
 def test_recorded_training_is_the_plain_one(variant, precision):
-    make = partial(
-        make_experiment, variant, "training.epochs=6", f"training.precision={precision}", "attention.kl_reduction=sum"
-    )
+    loud = ["attention.weibull_k=2", "attention.sigma_q=0.5", "attention.kl_reduction=sum"]
+    make = partial(make_experiment, variant, "training.epochs=4", f"training.precision={precision}", *loud)
     eager = make("decoder_mode=eager")
     pad_first(eager)
     plain, recorded = train_a_little(eager), train_a_little(make())
     for ours, truth in zip(recorded, plain, strict=True):
-        # the same draws; float32 sums in another order through 24 steps, products in bfloat16 of three digits
+        # the same draws; float32 sums in another order through 16 steps, products in bfloat16 of three digits
         torch.testing.assert_close(ours, truth, rtol=0.0, atol=1e-2 if precision == "bf16" else 1e-4)

@@ -28,6 +28,7 @@ from bayesattn.recipes.vqa import train as vqa
 from bayesattn.recipes.vqa.data import Split
 from bayesattn.recording import record_kl
 
+Precision = Literal["fp32", "bf16"]
 PROVIDERS = {"soft": "soft", "BAM-NOKL": "nokl", "BAM-WC": "wc", "soft, again": "soft"}
 
 
@@ -77,24 +78,20 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
     suite = Suite("seeing", device)
     with one_thread():
         for case in CASES[device] if cases is None else cases:
+            built = {name: build(case, suffix) for name, suffix in PROVIDERS.items()}
             if device == "cpu":
-                steps = {name: whole_step(*build(case, suffix), "cpu") for name, suffix in PROVIDERS.items()}
+                steps = {name: whole_step(*found, "cpu") for name, found in built.items()}
                 suite.compare(str(case), "train step", steps, rounds=11)
                 continue
-            own = {"MCAN": vqa, "Att2in": captioning}[case.model].load_config(f"{case.config}-soft").training.precision
-            for precision in dict.fromkeys(("bf16", own)):
-                steps = {name: recipe_step(*build(case, suffix), precision) for name, suffix in PROVIDERS.items()}
-                suite.compare(str(case), f"as it trains, {precision}", steps, rounds=ROUNDS)
-            graphs = {name: recorded(whole_step(*build(case, suffix), "cuda")) for name, suffix in PROVIDERS.items()}
+            for precision in dict.fromkeys(("bf16", built["soft"][1].precision)):
+                steps = {name: recipe_step(*found, precision) for name, found in built.items()}
+                suite.compare(str(case), f"as it trains, {precision}", steps, rounds=11 if case.model == "MCAN" else 31)
+            graphs = {name: recorded(whole_step(*found, "cuda")) for name, found in built.items()}
             suite.compare(str(case), "train step, CUDA graph", graphs, rounds=11)
     return suite.rows
 
 
-# of steps that wait for the host, whose times vary more
-ROUNDS = 21
-
-
-def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Literal["fp32", "bf16"]) -> Callable[[], None]:
+def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Precision) -> Callable[[], None]:
     """Return a call that makes one optimiser step as training does, always on the same examples."""
     step, indices = (
         training_step(experiment, replace(training, precision=precision), seed=0),
