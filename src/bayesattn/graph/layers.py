@@ -33,6 +33,8 @@ class _PairLayer(EdgeAttentionModule):
     def edge_updater(self, edge_index, size=None, **kwargs):
         """Return the scores of the edges; weights are drawn in `propagate`, unless PyG passes the messages."""
         if self._is_stock:
+            # a call that failed between the two has left its own
+            self._call = None
             return super().edge_updater(edge_index, size=size, **kwargs)  # type: ignore[misc]
         source, target = self._by_flow(kwargs["alpha"] if "alpha" in kwargs else kwargs["x"])
         num_targets = len(source) if size is None else self._by_flow(size)[1]
@@ -298,6 +300,7 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
     def propagate(self, edge_index, size=None, **kwargs):
         """Score the edges, draw their weights and average; the keys of the prior are the nodes' keys."""
         if self._is_stock:
+            self._call = None
             is_watched = self.explain or self.decomposed_layers > 1
             propagate = MessagePassing.propagate.__get__(self) if is_watched else super().propagate
             return propagate(edge_index, size=size, **kwargs)

@@ -339,3 +339,17 @@ def test_an_equal_tensor_of_edges_is_not_sorted_again():
     known = attention._SORTED[layer].edges
     layer(x, index.clone())
     assert attention._SORTED[layer].edges is known
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def test_a_call_that_failed_leaves_nothing_to_the_next(name, monkeypatch):
+    layer, x, index, edge_attr = case(name, "plain", config=ba.AttentionConfig("BAM-WC"))
+    expected = layer.eval()(x, index, edge_attr)
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(attention, "edge_attention", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer.train()(x, index, edge_attr)
+    assert torch.equal(layer.eval()(x, index, edge_attr), expected)
