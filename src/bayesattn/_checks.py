@@ -107,6 +107,29 @@ def edge_pair(source: Tensor, target: Tensor, negative_slope: float, num_sources
                 f"{name} of the scores is {part.dtype} of shape {tuple(part.shape)}; allowed: floating-point of shape "
                 f"({nodes} {name}s, heads), and the same heads and type for both"
             )
+    _slope(negative_slope)
+
+
+def edge_features(
+    features: Tensor, att_source: Tensor, att_target: Tensor, negative_slope: float, num_sources: int, num_targets: int
+) -> None:
+    """Check what both parts of the scores of edges are made of against the graph, whose two sides have to be the same."""
+    if features.ndim != 3 or features.shape[0] != num_sources or num_sources != num_targets:
+        raise ValueError(
+            f"features of the scores has shape {tuple(features.shape)}; allowed: (nodes, heads, features) where all "
+            f"{num_sources} sources and {num_targets} targets are these nodes"
+        )
+    allowed = (1, *features.shape[1:])
+    for name, vector in (("att_source", att_source), ("att_target", att_target)):
+        if vector.shape != allowed or vector.dtype != att_source.dtype:
+            raise ValueError(
+                f"{name} of the scores is {vector.dtype} of shape {tuple(vector.shape)}; allowed: shape {allowed}, and the "
+                "same type for both"
+            )
+    _slope(negative_slope)
+
+
+def _slope(negative_slope: float) -> None:
     if not negative_slope >= 0.0:
         raise ValueError(f"negative_slope is {negative_slope!r}; allowed: at least 0")
 

@@ -24,7 +24,7 @@ from bayesattn.ops.segment import csr, plain
 from bayesattn.ops.segment import reference as segment_reference
 from bayesattn.ops.segment import support as segment_support
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.pairs import PairScores
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.ops.segment.reference import PRIOR_SCOPES, EdgeAttention, PriorScope
 from bayesattn.recording import is_observing_entropy, note_entropy
 
@@ -184,7 +184,7 @@ def attention(
 
 
 def edge_attention(
-    scores: Float[Tensor, "e h"] | PairScores,
+    scores: Float[Tensor, "e h"] | PairScores | FeatureScores,
     value: Float[Tensor, "n h d"],
     edges: Edges,
     *,
@@ -228,13 +228,16 @@ def edge_attention(
     Raises:
         ValueError: An argument has a wrong type, shape or value.
     """
-    is_pair = isinstance(scores, PairScores)
-    if is_pair:
-        _checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
-    else:
+    # of every form of the scores, device, type and heads are those of `like`
+    if isinstance(scores, Tensor):
         _checks.edge_scores(scores, len(edges))
-    # of either, device, type and heads are these
-    like = scores.source if is_pair else scores
+        like = scores
+    elif isinstance(scores, PairScores):
+        _checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
+        like = scores.source
+    else:
+        _checks.edge_features(*scores, edges.num_sources, edges.num_targets)
+        like = scores.features
     heads = like.shape[1]
     _checks.edge_value(value, edges.num_sources, heads)
     if isinstance(prior, NodePrior):
@@ -262,7 +265,7 @@ def edge_attention(
             result = triton.attention(scores, value, edges, need_weights=need_weights, **options)
         else:
             ops = csr if chosen == "csr" else plain
-            phi = scores.on_edges(edges, ops) if isinstance(scores, PairScores) else scores
+            phi = scores if isinstance(scores, Tensor) else scores.on_edges(edges, ops)
             result = segment_reference.attention(phi, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options)
     if need_kl and result.kl is None:
         result = result._replace(kl=_zeros_like_kl(like.new_zeros(1)))

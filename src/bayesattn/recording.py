@@ -112,7 +112,9 @@ def is_recording(module: torch.nn.Module) -> bool:
     if _in_backward():
         return _replayed_scope() is not None or getattr(module, "_recorded_last", False)
     recording = _active_scope() is not None
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    has_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # only where it changes: a module takes its time to be given an attribute
+    if has_graph and getattr(module, "_recorded_last", None) is not recording:
         setattr(module, "_recorded_last", recording)  # noqa: B010  (not an attribute nn.Module knows)
     return recording
 

@@ -14,19 +14,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bayesattn.ops.segment import kernels
-from bayesattn.ops.segment.launch import blocks, sum_blocks
+from bayesattn.ops.segment import feature_kernels, kernels
+from bayesattn.ops.segment.launch import blocks, node_blocks, prepare_blocks, sum_blocks
 
 TARGET = GPUTarget("cuda", 90, 32)
 INDICES = {"SOURCE", "TARGET", "NUMBERS", "BEGIN", "POSITIONS", "NODES", "BEGIN_SOURCE"}
-IN_VALUE_DTYPE = {"VALUE", "GRAD_VALUE"}
-NUMBERS = {"H": "i32", "D": "i32", "RUNS": "i32"}
+IN_VALUE_DTYPE = {"VALUE", "GRAD_VALUE", "FEATURES", "GRAD_FEATURES", "GRAD_KEY", "ATT_SOURCE", "ATT_TARGET"}
+NUMBERS = dict.fromkeys(("H", "D", "N", "RUNS", "ENTRIES"), "i32")
 NUMBERS |= dict.fromkeys(("strength", "constant", "slope", "negative_slope"), "fp32")
 
 
 def compile_kernel(name: str, dtype: str, heads: int, features: int, **switches) -> dict:
-    kernel = getattr(kernels, f"{name}_kernel")
-    sizes = sum_blocks(heads) if name == "edge_pair_grad" else blocks(heads, features)
+    kernel = getattr(feature_kernels if name.startswith("node") else kernels, f"{name}_kernel")
+    tiles = {
+        "edge_pair_grad": sum_blocks(heads),
+        "node_scores": prepare_blocks(features),
+        "node_grad": node_blocks(heads * features),
+    }
+    sizes = tiles.get(name) or blocks(heads, features)
     options = {key: sizes.pop(key) for key in ("num_warps", "num_stages") if key in sizes}
     constants = {**sizes, **switches, "FAST": dtype != "fp32"}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
@@ -71,8 +76,8 @@ def main() -> None:
     pairs = [(case, {"PAIR": is_pair, **switch}) for case, switch in settings for is_pair in (False, True)]
     for name, (case, switch) in itertools.product(("edge_forward", "edge_backward"), pairs):
         print(json.dumps(compile_kernel(name, *case, **switch)), flush=True)
-    for case in cases:
-        print(json.dumps(compile_kernel("edge_pair_grad", *case)), flush=True)
+    for name, case in itertools.product(("edge_pair_grad", "node_scores", "node_grad"), cases):
+        print(json.dumps(compile_kernel(name, *case, **({"HAS_KEY": True} if name == "node_grad" else {}))), flush=True)
 
 
 if __name__ == "__main__":

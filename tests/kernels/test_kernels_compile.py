@@ -90,6 +90,7 @@ def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest:
 
 # a graph layer with the Weibull family and a contextual prior, in the order of the launches
 CONTEXTUAL_GRAPH = [
+    "node_scores_kernel",
     "prior_logits_kernel",
     "prior_softmax_kernel",
     "edge_alpha_kernel",
@@ -99,6 +100,7 @@ CONTEXTUAL_GRAPH = [
     "edge_backward_kernel",
     "edge_pair_grad_kernel",
     "prior_grad_kernel",
+    "node_grad_kernel",
 ]
 
 CASES = {
@@ -128,17 +130,27 @@ CASES = {
     ),
     "graph, fixed prior": (
         lambda: graph(torch.float16, "BAM-WF", "official-code"),
-        ["edge_forward_kernel", "edge_kl_kernel", "edge_prepare_kernel", "edge_backward_kernel", "edge_pair_grad_kernel"],
+        [
+            "node_scores_kernel",
+            "edge_forward_kernel",
+            "edge_kl_kernel",
+            "edge_prepare_kernel",
+            "edge_backward_kernel",
+            "edge_pair_grad_kernel",
+            "node_grad_kernel",
+        ],
     ),
     "graph, lognormal": (
         lambda: graph(torch.float32, "BAM-LC"),
         [
             "prior_logits_kernel",
             "prior_softmax_kernel",
+            "node_scores_kernel",
             "edge_forward_kernel",
             "edge_prepare_kernel",
             "edge_backward_kernel",
             "edge_pair_grad_kernel",
+            "node_grad_kernel",
             "prior_grad_kernel",
         ],
     ),

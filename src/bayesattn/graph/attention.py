@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch_geometric.nn.aggr import SumAggregation
-from torch_geometric.utils import is_sparse, to_edge_index
+from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops, to_edge_index
 
 from bayesattn import _checks
 from bayesattn.config import AttentionConfig
@@ -28,7 +28,7 @@ from bayesattn.ops.precision import upcast, without_autocast
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.pairs import PairScores
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 
 
 class _Sorted(NamedTuple):
@@ -40,14 +40,14 @@ class _Sorted(NamedTuple):
     given: ref[Tensor] | None
     stamp: tuple[Any, ...]
 
-    def is_from(self, edge_index: Tensor, flow: str) -> bool:
+    def is_from(self, edge_index: Tensor, flow: str, loops: bool) -> bool:
         """Whether that very tensor is given again, unchanged; to compare its entries would be to wait for the GPU."""
-        return self.given is not None and self.given() is edge_index and self.stamp == _stamp(edge_index, flow)
+        return self.given is not None and self.given() is edge_index and self.stamp == _stamp(edge_index, flow, loops)
 
 
-def _stamp(edge_index: Tensor, flow: str) -> tuple[Any, ...]:
-    """Return how often a tensor was written to, where it lies, and which of its rows are the sources."""
-    return edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride(), flow
+def _stamp(edge_index: Tensor, flow: str, loops: bool) -> tuple[Any, ...]:
+    """Return how often a tensor was written to, where it lies, which of its rows are the sources, and if loops are added."""
+    return edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride(), flow, loops
 
 
 # of every layer; not on the layer, which is copied and pickled
@@ -68,8 +68,8 @@ class Call:
     # gathers of node values onto edges, in the order of `edges`
     ops: ModuleType
     passes_messages: bool
-    # whether `functional.edge_attention` gets the scores as they come, and may run kernels
-    takes_pair: bool = False
+    # as `EdgeAttentionModule._takes_parts` says
+    takes_parts: bool = False
     scores: Float[Tensor, "e h"] | None = None
 
 
@@ -134,32 +134,36 @@ class EdgeAttentionModule(BayesianModule):
         """Whether PyG's own code gives the right answer: nothing is drawn or recorded."""
         return not (self.training or self.drops_in_eval) and self.is_idle
 
-    def _open(self, edge_index: Any, num_sources: int, num_targets: int) -> Call:
-        """Find the edges of this call and decide who sums over them."""
-        passes_messages = bool(
+    def _passes_messages(self, edge_index: Any) -> bool:
+        """Whether PyG has to pass the messages, because someone watches them or sums otherwise."""
+        return bool(
             any(getattr(self, hooks) for hooks in _HOOKS)
             or self.explain
             or self.decomposed_layers > 1
             or not isinstance(self.aggr_module, SumAggregation)
             or is_sparse(edge_index)
         )
+
+    def _takes_parts(self, on_cuda: bool) -> bool:
+        """Whether `functional.edge_attention` gets the scores as they come, and may run kernels."""
+        runs_kernels = self.backend == "triton" or (self.backend == "auto" and on_cuda)
+        return runs_kernels and self.bayes_rival is None and self.seed_rows is None
+
+    def _open(self, edge_index: Any, num_sources: int, num_targets: int) -> Call:
+        """Find the edges of this call and decide who sums over them."""
+        passes_messages = self._passes_messages(edge_index)
         if passes_messages or (torch.compiler.is_compiling() and self.backend != "triton"):
             ends = _end_points(edge_index, self.flow)
-            self._call = Call(Edges(*ends, num_sources, num_targets), plain, passes_messages)
-        else:
-            edges = _sorted_edges(self, edge_index, num_sources, num_targets)
-            on_cuda = edges.source.is_cuda
-            takes_csr = self.backend in ("auto", "csr") and edges.source.device.type == "cpu"
-            is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-            self._call = Call(edges, csr if takes_csr and not is_traced else plain, passes_messages)
-            runs_kernels = self.backend == "triton" or (self.backend == "auto" and on_cuda)
-            self._call.takes_pair = runs_kernels and self.bayes_rival is None and self.seed_rows is None
-        return self._call
+            return Call(Edges(*ends, num_sources, num_targets), plain, passes_messages)
+        edges = sorted_edges(self, edge_index, num_sources, num_targets)
+        takes_csr = self.backend in ("auto", "csr") and edges.source.device.type == "cpu"
+        is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return Call(edges, csr if takes_csr and not is_traced else plain, False, self._takes_parts(edges.source.is_cuda))
 
     def _attend(
         self,
         call: Call,
-        scores: Float[Tensor, "e h"] | PairScores,
+        scores: Float[Tensor, "e h"] | PairScores | FeatureScores,
         value: Float[Tensor, "n h d"],
         keys: Float[Tensor, "n h d"],
         dropout: float,
@@ -188,7 +192,7 @@ class EdgeAttentionModule(BayesianModule):
         )
         kl = result.kl
         if needs_kl and not is_whole:
-            assert not isinstance(scores, PairScores)
+            assert isinstance(scores, Tensor)
             kl = self._kl(upcast(scores), keys, call)
         return result._replace(output=self._record(result.output, kl))
 
@@ -241,7 +245,7 @@ class EdgeAttentionModule(BayesianModule):
 
     def _prior_of(self, call: Call, keys: Float[Tensor, "n h d"]) -> Float[Tensor, "n h"] | NodePrior | None:
         """Return ln Ψ of every node, or what the kernels compute it from where they may."""
-        if self.bayes_prior is not None and call.takes_pair:
+        if self.bayes_prior is not None and call.takes_parts:
             fused = self.bayes_prior.fused_of_nodes(keys, _used(call.edges))
             if fused is not None:
                 return fused
@@ -270,28 +274,41 @@ def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tens
     return (source, target) if flow == "source_to_target" else (target, source)
 
 
-def _sorted_edges(layer: EdgeAttentionModule, edge_index: Tensor, num_sources: int, num_targets: int) -> Edges:
-    """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see."""
+def sorted_edges(
+    layer: EdgeAttentionModule, edge_index: Tensor, num_sources: int, num_targets: int, *, loops: bool = False
+) -> Edges:
+    """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see.
+
+    Args:
+        layer: Whose edges they are.
+        edge_index: As PyG has it.
+        num_sources: Number of nodes on the first side.
+        num_targets: And on the second.
+        loops: Whether every node gets an edge to itself instead of those that it has.
+    """
     if torch.compiler.is_compiling():
         return Edges.sort(*_end_points(edge_index, layer.flow), num_sources, num_targets, check=False)
     known = _SORTED.get(layer)
     has_size = known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets)
-    if known is not None and has_size and known.is_from(edge_index, layer.flow):
+    if known is not None and has_size and known.is_from(edge_index, layer.flow, loops):
         return known.edges
+    mark = _mark(edge_index, layer.flow, loops)
+    if loops:
+        edge_index = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=num_sources)[0]
     ends = _end_points(edge_index, layer.flow)
     if known is not None and has_size:
         is_same_place = known.ends[0].device == ends[0].device and known.ends[0].dtype == ends[0].dtype
         if is_same_place and all(torch.equal(a, b) for a, b in zip(known.ends, ends, strict=True)):
-            _SORTED[layer] = known._replace(**_mark(edge_index, layer.flow))
+            _SORTED[layer] = known._replace(**mark)
             return known.edges
     edges = Edges.sort(*ends, num_sources, num_targets)
     # copies: the caller may change its own tensor in place
-    _SORTED[layer] = _Sorted((ends[0].clone(), ends[1].clone()), edges, **_mark(edge_index, layer.flow))
+    _SORTED[layer] = _Sorted((ends[0].clone(), ends[1].clone()), edges, **mark)
     return edges
 
 
-def _mark(edge_index: Tensor, flow: str) -> dict[str, Any]:
+def _mark(edge_index: Tensor, flow: str, loops: bool) -> dict[str, Any]:
     """Return what a tensor is known by next time; inference mode counts nothing."""
     if edge_index.device.type not in _COUNTING_DEVICES or edge_index.is_inference():
         return {"given": None, "stamp": ()}
-    return {"given": ref(edge_index), "stamp": _stamp(edge_index, flow)}
+    return {"given": ref(edge_index), "stamp": _stamp(edge_index, flow, loops)}

@@ -15,14 +15,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend, PriorScope
-from bayesattn.graph.attention import Call, EdgeAttentionModule
-from bayesattn.ops.segment.pairs import PairScores
+from bayesattn.graph.attention import Call, EdgeAttentionModule, sorted_edges
+from bayesattn.ops.segment import plain
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 
 
 class _PairLayer(EdgeAttentionModule):
@@ -38,7 +40,7 @@ class _PairLayer(EdgeAttentionModule):
             return super().edge_updater(edge_index, size=size, **kwargs)  # type: ignore[misc]
         source, target = self._by_flow(kwargs["alpha"] if "alpha" in kwargs else kwargs["x"])
         num_targets = len(source) if size is None else self._by_flow(size)[1]
-        call = self._open(edge_index, len(source), num_targets if target is None else len(target))
+        self._call = call = self._open(edge_index, len(source), num_targets if target is None else len(target))
         if call.passes_messages:
             return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)  # type: ignore[arg-type]
         edge_attr = kwargs["edge_attr"]
@@ -153,7 +155,31 @@ class BayesianGATConv(_PairLayer, GATConv):
         """As PyG's."""
         if return_attention_weights:
             return self._with_weights(super().forward, x, edge_index, edge_attr, size)
+        if edge_attr is None and size is None and self._takes_features(x, edge_index):
+            return self._forward_from_features(x, edge_index)
         return super().forward(x, edge_index, edge_attr, size)
+
+    def _takes_features(self, x: Any, edge_index: Any) -> bool:
+        """Whether kernels may do all that lies between projection and bias: one set of nodes, and nobody watches."""
+        if self._is_stock or not isinstance(x, Tensor) or type(edge_index) is not Tensor or self.lin is None:
+            return False
+        is_usual = x.dim() == 2 and self.negative_slope >= 0.0 and not self.value_dropout
+        is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return is_usual and not is_traced and self._takes_parts(x.is_cuda) and not self._passes_messages(edge_index)
+
+    def _forward_from_features(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """PyG's forward, with the self loops of a graph added once and one autograd node from its projected features on."""
+        assert self.lin is not None
+        features = self.lin(x).view(-1, self.heads, self.out_channels)
+        edges = sorted_edges(self, edge_index, x.shape[0], x.shape[0], loops=self.add_self_loops)
+        att_source, att_target = self._by_flow((self.att_src, self.att_dst))
+        scores = FeatureScores(features, att_source, att_target, self.negative_slope)
+        call = Call(edges, plain, passes_messages=False, takes_parts=True)
+        output = self._attend(call, scores, features, features, self.dropout).output
+        output = output.flatten(1) if self.concat else output.mean(dim=1)
+        if self.res is not None:
+            output = output + self.res(x)
+        return output if self.bias is None else output + self.bias
 
     def edge_update(self, alpha_j, alpha_i, edge_attr, index, ptr, dim_size):
         """Score the edges as PyG does and draw their weights."""
@@ -162,7 +188,7 @@ class BayesianGATConv(_PairLayer, GATConv):
         return self._draw_lifted(alpha_j, alpha_i, edge_attr)
 
     def _pair(self, call: Call, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> PairScores | None:
-        if not call.takes_pair or target is None or self.negative_slope < 0.0:
+        if not call.takes_parts or target is None or self.negative_slope < 0.0:
             return None
         has_features = edge_attr is not None and self.lin_edge is not None
         return None if has_features else PairScores(source, target, self.negative_slope)
@@ -305,7 +331,7 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
             propagate = MessagePassing.propagate.__get__(self) if is_watched else super().propagate
             return propagate(edge_index, size=size, **kwargs)
         query, key, value, edge_attr = (kwargs[name] for name in ("query", "key", "value", "edge_attr"))
-        call = self._open(edge_index, len(key), len(query))
+        self._call = call = self._open(edge_index, len(key), len(query))
         if call.passes_messages:
             kwargs["value"] = self._drop_value(value)
             output = MessagePassing.propagate(self, edge_index, size=size, **kwargs)

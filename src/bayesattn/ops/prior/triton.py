@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, layout, padded
@@ -126,8 +127,8 @@ class _LogPrior(torch.autograd.Function):
 
 def _add_up(sums: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of the network from the rows that programs left."""
-    parts = sums.sum(dim=0).split_with_sizes([weight.numel() for weight in weights])
-    grads = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+    # what torch does with the buckets of DDP: one call, where a split and four views would be five
+    grads = _unflatten_dense_tensors(sums.sum(dim=0), weights)
     return grads if weights[0].dtype == sums.dtype else [x.to(y.dtype) for x, y in zip(grads, weights, strict=True)]
 
 
@@ -140,7 +141,8 @@ def _nodes_layout(key: Tensor) -> Layout:
 def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tensor:
     """Return ln Ψ [nodes, heads] from contiguous keys and weights, outside of autograd."""
     n, h, _ = key.shape
-    logits, out = key.new_empty((2, h, n), dtype=torch.float32).unbind()
+    logits = key.new_empty((h, n), dtype=torch.float32)
+    out = torch.empty_like(logits)
     networks, _, hidden = weights[0].shape
     compute, normalise = _forward_launches(_nodes_layout(key), networks, hidden, (0, 0))
     compute(key, *weights, logits)
@@ -151,7 +153,7 @@ def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tenso
 def nodes_backward(
     key: Tensor, weights: Sequence[Tensor], used: Tensor, out: Tensor, grad: Tensor, need_key: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of keys, if needed, and weights, from what `nodes_forward` had and returned."""
+    """Return the gradients of keys [heads, nodes, features], if needed, and weights, from what `nodes_forward` had."""
     (n, h, d), (networks, _, hidden) = key.shape, weights[0].shape
     grad_key = key.new_empty((h, n, d)) if need_key else None
     strides = (0, grad.stride(1), 0, grad.stride(0))
@@ -160,7 +162,7 @@ def nodes_backward(
     # a node without an edge has no gradient
     totals = grad.sum(dim=0) if n > MANY_KEYS else out
     launch(key, *weights[:3], used, out, grad, totals, key if grad_key is None else grad_key, sums)
-    return None if grad_key is None else grad_key.transpose(0, 1), *_add_up(sums, weights)
+    return grad_key, *_add_up(sums, weights)
 
 
 class _LogNodePrior(torch.autograd.Function):
@@ -175,4 +177,5 @@ class _LogNodePrior(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         key, *weights, used, out = ctx.saved_tensors
-        return *nodes_backward(key, weights, used, out, grad, ctx.needs_input_grad[0]), None
+        grad_key, *grads = nodes_backward(key, weights, used, out, grad, ctx.needs_input_grad[0])
+        return None if grad_key is None else grad_key.transpose(0, 1), *grads, None

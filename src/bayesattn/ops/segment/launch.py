@@ -14,8 +14,8 @@ LONGEST_RUN = 512
 TILE = 1024
 ENTRIES_PER_WARP = 1024
 LONG_ROW = 64
-# entries of a tile of the backward pass's preparation, and of its sums over the edges of a node, [edges, heads]
-PREPARE_TILE = 2048
+# entries of a tile of the kernels over nodes, [nodes, features], and of the sums over the edges of a node, [edges, heads]
+NODE_TILE = 2048
 SUM_TILE = 256
 
 Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"]]
@@ -72,7 +72,13 @@ def kernel_constants(heads: int, features: int, dtype: torch.dtype, **switches: 
 def prepare_blocks(features: int) -> dict[str, int]:
     """Return the tile of the kernel that multiplies rows of features."""
     bd = _power_of_two(features)
-    return {"BLOCK": max(1, PREPARE_TILE // bd), "BD": bd}
+    return {"BLOCK": max(1, NODE_TILE // bd), "BD": bd}
+
+
+def node_blocks(columns: int) -> dict[str, int]:
+    """Return the tile of the kernel that adds up over nodes: some of them by some of their heads × features."""
+    bc = min(128, _power_of_two(columns))
+    return {"BN": NODE_TILE // bc, "BC": bc}
 
 
 def sum_blocks(heads: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ scatters have to be asked of the device one by one.
 from types import ModuleType
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
@@ -37,15 +36,27 @@ class PairScores(NamedTuple):
         return F.leaky_relu(scores, self.negative_slope, inplace=True)
 
 
-def opened(
-    source: Float[Tensor, "x h"], target: Float[Tensor, "r h"] | None, negative_slope: float | None, num_edges: int
-) -> tuple[Float[Tensor, "e h"], PairScores | None]:
-    """Return the scores of the edges, and of what they are made, from how an autograd node has to be given either.
+class FeatureScores(NamedTuple):
+    """What the two parts are made of where sources and targets are the same nodes: a = x · att_source, b = x · att_target.
 
-    Either the first argument is the scores and there is no target; or the scores are empty, for a kernel to write them.
+    Attributes:
+        features: x of every node, split into heads; where it is also the value of the attention, the very same tensor,
+            the kernels compute the products.
+        att_source: GAT's vector for sources.
+        att_target: For targets.
+        negative_slope: Of the LeakyReLU; not negative.
     """
-    if target is None:
-        return source.contiguous(), None
-    assert negative_slope is not None
-    pair = PairScores(source.contiguous(), target.contiguous(), negative_slope)
-    return source.new_empty((num_edges, source.shape[1]), dtype=torch.float32), pair
+
+    features: Float[Tensor, "n h d"]
+    att_source: Float[Tensor, "1 h d"]
+    att_target: Float[Tensor, "1 h d"]
+    negative_slope: float
+
+    def pair(self) -> PairScores:
+        """Return the products, by torch operations."""
+        source, target = ((self.features * att).sum(dim=-1) for att in (self.att_source, self.att_target))
+        return PairScores(source, target, self.negative_slope)
+
+    def on_edges(self, edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
+        """Return Φ of every edge."""
+        return self.pair().on_edges(edges, ops)

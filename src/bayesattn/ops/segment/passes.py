@@ -118,7 +118,7 @@ def _merge(lse: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
 
 
 def _add_runs(x: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
-    return x if len(x) == num_rows else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
+    return x if x.shape[0] == num_rows else x.new_zeros(num_rows, *x.shape[1:]).index_add(0, nodes, x)
 
 
 class Divergent(NamedTuple):

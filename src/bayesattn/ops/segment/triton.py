@@ -17,9 +17,9 @@ from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
 from bayesattn.ops.precision import saturate
 from bayesattn.ops.prior.nodes import NodePrior
-from bayesattn.ops.segment import passes, plain, weibull_node
+from bayesattn.ops.segment import features, passes, plain, weibull_node
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.pairs import PairScores, opened
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.ops.segment.passes import CONSTANT, PER_EDGE, PER_SOURCE, Draw, Indices, indices_of
 from bayesattn.ops.segment.reference import (
     EdgeAttention,
@@ -34,7 +34,7 @@ from bayesattn.ops.segment.reference import (
 
 
 def attention(
-    scores: Float[Tensor, "e h"] | PairScores,
+    scores: Float[Tensor, "e h"] | PairScores | FeatureScores,
     value: Float[Tensor, "n h d"],
     edges: Edges,
     *,
@@ -46,22 +46,24 @@ def attention(
     need_weights: bool,
 ) -> EdgeAttention:
     """Return output and KL of one draw, and its weights if asked for, which then cost what the reference costs."""
-    if isinstance(scores, PairScores) and (need_weights or torch.compiler.is_compiling()):
+    if isinstance(scores, FeatureScores) and scores.features is not value:
+        scores = scores.pair()
+    if not isinstance(scores, Tensor) and (need_weights or torch.compiler.is_compiling()):
         scores = scores.on_edges(edges, plain)
-    phi = scores if isinstance(scores, PairScores) else scores.to(torch.float32)
+    phi = scores.to(torch.float32) if isinstance(scores, Tensor) else scores
     seed = noise.draw_seed(value.device) if seed is None else noise.as_seed(seed, 1, value.device)
     if need_kl and weibull_node.is_one_node(log_prior, prior_scope, config):
         output, kl = weibull_node.weibull_attention(phi, value, log_prior, edges, config, seed)
     else:
         log_prior = log_prior.log_prior() if isinstance(log_prior, NodePrior) else log_prior
         output, kl = _attention(phi, value, edges, config, log_prior if need_kl else None, prior_scope, seed, need_kl)
-    weights = sample_weights(phi, edges, seed, config) if need_weights and not isinstance(phi, PairScores) else None
+    weights = sample_weights(phi, edges, seed, config) if need_weights and isinstance(phi, Tensor) else None
     output = output if output.dtype == value.dtype else output.to(value.dtype)
     return EdgeAttention(output, weights, weights, kl)
 
 
 def _attention(
-    phi: Float[Tensor, "e h"] | PairScores,
+    phi: Float[Tensor, "e h"] | PairScores | FeatureScores,
     value: Float[Tensor, "n h d"],
     edges: Edges,
     config: AttentionConfig,
@@ -82,12 +84,11 @@ def _attention(
     need_lse = need_kl and (is_weibull or config.score_form == "log_softmax")
     draw, indices = Draw(is_weibull, strength, constant, kind), indices_of(edges)
     if torch.compiler.is_compiling():
-        assert not isinstance(phi, PairScores)
+        assert isinstance(phi, Tensor)
         output, _, lse, first, second = edge_attention_forward(phi, value, prior, seed, *indices, *draw, need_lse, need_kl)
     else:
-        made_of = phi if isinstance(phi, PairScores) else (phi, None, None)
         output, lse, first, second = _FusedEdgeAttention.apply(
-            *made_of, value, prior, seed, indices, draw, need_lse, need_kl
+            *features.parts(phi), value, prior, seed, indices, draw, need_lse, need_kl
         )
     if not need_kl:
         return output, None
@@ -259,28 +260,32 @@ edge_attention_forward.register_autograd(_operator_backward, setup_context=_setu
 
 
 class _FusedEdgeAttention(torch.autograd.Function):
-    """The same passes without the operator's dispatch; the scores may also be made of a pair."""
+    """The same passes without the operator's dispatch; the scores may also be given as their parts."""
 
     @staticmethod
-    def forward(ctx, source, target, slope, value, prior, seed, indices, draw, need_lse, need_moments):
-        scores, pair = opened(source, target, slope, indices.source.shape[0])
+    def forward(ctx, first, second, slope, of_features, value, prior, seed, indices, draw, need_lse, need_moments):
         value, prior = value.contiguous(), None if prior is None else prior.contiguous()
+        scores, pair = features.opened(first, second, slope, of_features, value, indices.source.shape[0])
         out, lse, *rows = passes.forward(scores, value, prior, seed, indices, draw, need_lse, need_moments, pair)
-        ctx.indices, ctx.passed, ctx.slope, ctx.dtype = indices, draw, slope, source.dtype
+        ctx.indices, ctx.passed, ctx.slope, ctx.dtype = indices, draw, slope, first.dtype
         ctx.need_lse, ctx.need_moments = need_lse, need_moments
-        ctx.save_for_backward(out, lse, rows[0], scores, value, prior, seed)
+        vectors = (first, second) if of_features else (None, None)
+        ctx.save_for_backward(*vectors, out, lse, rows[0], scores, value, prior, seed)
         ctx.set_materialize_grads(False)
         return out, *rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *gradients):
-        out, lse, clean, scores, value, prior, seed = ctx.saved_tensors
+        att_source, att_target, out, lse, clean, scores, value, prior, seed = ctx.saved_tensors
         rows = [None if x is None else x.contiguous() for x in _row_gradients(ctx, lse, *gradients)]
         grad = torch.zeros_like(out) if grad is None else grad.contiguous()
         delta, *_ = passes.prepare(grad, out)
         *grads, grad_value, grad_prior = passes.backward(
             grad, delta, rows, lse, clean, scores, value, prior, seed, ctx.indices, ctx.passed, None, ctx.slope
         )
-        grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
-        return *grads, None, grad_value, None if prior is None else grad_prior, *([None] * 5)
+        if att_source is None:
+            grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
+        else:
+            *grads, grad_value = features.gradients(value, att_source, att_target, *grads, grad_value, None)
+        return *grads, None, None, grad_value, None if prior is None else grad_prior, *([None] * 5)

@@ -14,8 +14,9 @@ from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
 from bayesattn.ops.precision import saturate
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.prior.triton import nodes_backward, nodes_forward
+from bayesattn.ops.segment import features
 from bayesattn.ops.segment.edges import Edges
-from bayesattn.ops.segment.pairs import PairScores, opened
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.ops.segment.passes import Indices, indices_of
 from bayesattn.ops.segment.reference import PriorScope
 from bayesattn.ops.segment.weibull import Graph, plan_of, run_backward, run_forward
@@ -30,48 +31,59 @@ def is_one_node(log_prior: Tensor | NodePrior | None, prior_scope: PriorScope, c
 
 
 def weibull_attention(
-    scores: Float[Tensor, "e h"] | PairScores,
+    scores: Float[Tensor, "e h"] | PairScores | FeatureScores,
     value: Float[Tensor, "n h d"],
     log_prior: Float[Tensor, "n h"] | NodePrior | None,
     edges: Edges,
     config: AttentionConfig,
     seed: Tensor,
 ) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"]]:
-    """Return the output of one sample and the KL of the graph; a compiler has to see the scores themselves, no pair."""
-    pointers = (edges.target_pointers, edges.source_pointers, edges.num_rows)
+    """Return the output of one sample and the KL of the graph; a compiler has to see the scores, not their parts."""
+    graph = edges.memo("graph", lambda: _graph_of(edges))
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
-        assert not isinstance(scores, PairScores)
+        assert isinstance(scores, Tensor)
         log_prior = log_prior.log_prior() if isinstance(log_prior, NodePrior) else log_prior
         forms = " ".join(divergence[3:])
-        *tensors, num_targets = indices_of(edges)
+        *tensors, num_targets = graph.indices
         out, kl, *_ = weibull_edges_forward(
-            scores, value, log_prior, seed, [*tensors, *pointers], num_targets, list(divergence[:3]), forms
+            scores, value, log_prior, seed, [*tensors, *graph[1:]], num_targets, list(divergence[:3]), forms
         )
         return out, kl
-    graph = edges.memo("graph", lambda: Graph(indices_of(edges), *pointers))
-    made_of = scores if isinstance(scores, PairScores) else (scores, None, None)
-    prior = (None, *log_prior) if isinstance(log_prior, NodePrior) else (log_prior, *([None] * 6))
-    return _WeibullEdges.apply(*made_of, value, *prior, seed, graph, divergence)
+    if isinstance(log_prior, NodePrior):
+        # keys that are the values are given once, and get one gradient
+        is_value = isinstance(scores, FeatureScores) and log_prior.key is value
+        prior = (None, None if is_value else log_prior.key, *log_prior[1:])
+    else:
+        prior = (log_prior, *([None] * 6))
+    return _WeibullEdges.apply(*features.parts(scores), value, *prior, seed, graph, divergence)
+
+
+def _graph_of(edges: Edges) -> Graph:
+    return Graph(indices_of(edges), edges.target_pointers, edges.source_pointers, edges.num_rows)
 
 
 class _WeibullEdges(torch.autograd.Function):
+    """Scores or their parts, values, and a prior, or the network that gives one, to output and KL."""
+
     @staticmethod
     def forward(
-        ctx: Any, source, target, slope: float | None, value, log_prior, key, w_in, b_in, w_out, b_out, used, seed,
-        graph: Graph, divergence: Divergence,
+        ctx: Any, first, second, slope: float | None, of_features: bool, value, log_prior, key, w_in, b_in, w_out, b_out,
+        used, seed, graph: Graph, divergence: Divergence,
     ):  # fmt: skip
-        scores, pair = opened(source, target, slope, graph.indices.source.shape[0])
         value = value.contiguous()
-        ctx.graph, ctx.slope, ctx.dtype = graph, slope, source.dtype
+        scores, pair = features.opened(first, second, slope, of_features, value, graph.indices.source.shape[0])
+        ctx.graph, ctx.slope, ctx.dtype = graph, slope, first.dtype
+        ctx.key_is_value = key is None and w_in is not None
         network = ()
-        if key is not None:
-            key, *weights = [x.contiguous() for x in (key, w_in, b_in, w_out, b_out)]
+        if w_in is not None:
+            key, *weights = [x.contiguous() for x in (value if key is None else key, w_in, b_in, w_out, b_out)]
             log_prior = nodes_forward(key, weights, used)
             network = (key, *weights, used, log_prior)
         ctx.plan = plan_of(scores, None if log_prior is None else log_prior.stride(), graph, divergence)
         out, kl, *rest = run_forward(ctx.plan, scores, value, log_prior, seed, graph, pair)
-        ctx.save_for_backward(scores, value, seed, out, *rest, *network)
+        vectors = (first, second) if of_features else (None, None)
+        ctx.save_for_backward(*vectors, scores, value, seed, out, *rest, *network)
         ctx.set_materialize_grads(False)
         # with the cast inside, output and KL are results of the same node
         return out.to(value.dtype), kl
@@ -79,19 +91,25 @@ class _WeibullEdges(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad, grad_kl):
-        scores, value, seed, out, *rest = ctx.saved_tensors
+        att_source, att_target, scores, value, seed, out, *rest = ctx.saved_tensors
         rest, network = rest[:4], rest[4:]
         grad, grad_kl = _or_zeros(grad, grad_kl, out)
         *grads, grad_value, grad_prior = run_backward(
             ctx.plan, grad, grad_kl, scores, value, seed, ctx.graph, out, *rest, ctx.slope
         )
-        grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
-        to_network: tuple[Tensor | None, ...] = (None,) * 5
+        grad_key, to_network = None, (None,) * 4
         if network:
             key, *weights, used, log_prior = network
-            to_network = nodes_backward(key, weights, used, log_prior, grad_prior, ctx.needs_input_grad[5])
+            needs_key = ctx.key_is_value or ctx.needs_input_grad[6]
+            grad_key, *to_network = nodes_backward(key, weights, used, log_prior, grad_prior, needs_key)
+        if att_source is None:
+            grads = [None if x is None else saturate(x, ctx.dtype) for x in grads]
+        else:
+            joined = grad_key if ctx.key_is_value else None
+            *grads, grad_value = features.gradients(value, att_source, att_target, *grads, grad_value, joined)
         to_prior = None if network or rest[-1] is None else grad_prior
-        return *grads, None, grad_value, to_prior, *to_network, None, None, None, None
+        to_key = None if ctx.key_is_value or grad_key is None else grad_key.transpose(0, 1)
+        return *grads, None, None, grad_value, to_prior, to_key, *to_network, None, None, None, None
 
 
 def _or_zeros(grad: Tensor | None, grad_kl: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
