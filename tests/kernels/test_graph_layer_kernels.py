@@ -129,23 +129,23 @@ def test_activation_checkpointing_repeats_draw_and_kl(is_reentrant):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
-def test_autocast_loses_no_more_than_the_reference_does(dtype):
+def test_autocast_is_as_close_to_the_truth_as_the_reference_is(dtype):
     upstream = torch.randn(NODES, HEADS * OUT, device=DEVICE)
-    errors = []
-    for backend in ("triton", "reference"):
+
+    def low(backend: str) -> list[torch.Tensor]:
         layer, x, index = layer_and_inputs(CONFIGS["WC"], backend)
 
-        def call(x: torch.Tensor, index: torch.Tensor, layer=layer) -> torch.Tensor:
+        def call(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             with torch.autocast(DEVICE, dtype):
                 return layer(x, index)
 
-        plain, low = step(layer, x, index, upstream), step(layer, x, index, upstream, call)
-        errors.append(
-            [float((found - truth).norm() / (truth.norm() + 1e-2)) for found, truth in zip(low, plain, strict=True)]
-        )
-    for ours, theirs in zip(*errors, strict=True):
-        # both round the same projection to eight or eleven bits, and differ in what comes after it
-        assert ours <= 2.0 * theirs + 1e-3
+        return step(layer, x, index, upstream, call)
+
+    truth = step(*layer_and_inputs(CONFIGS["WC"], "reference", torch.float64), upstream)
+    for ours, theirs, exact in zip(low("triton"), low("reference"), truth, strict=True):
+        # rounding the features turns units of the prior's network on or off, and a gradient by per cents, in both alike
+        allowed = 2.0 * (theirs - exact).norm() + torch.finfo(dtype).eps * exact.norm() + 1e-4
+        assert (ours - exact).norm() <= allowed
 
 
 def test_the_prior_is_reachable_from_the_output():
