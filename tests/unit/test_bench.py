@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -72,15 +73,18 @@ def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(c
     assert "BAM-WC" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("make", "option"), [(seeing.whole_step, "cpu"), (seeing.recipe_step, "fp32")])
+@pytest.mark.parametrize("is_recipe", [False, True])
 @pytest.mark.parametrize("model", ["MCAN", "Att2in"])
-def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, make, option):
+def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, is_recipe):
     sizes = {"MCAN": ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8"), "Att2in": ("width=6",)}[model]
-    case = seeing.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes)
-    experiment, training = seeing.build(case, "wc")
-    step = make(experiment, training, option)
-    before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
-    step()
+    experiment, training = seeing.build(seeing.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes), "wc")
+    with (
+        seeing.recipe_step(experiment, training, "fp32")
+        if is_recipe
+        else nullcontext(seeing.whole_step(experiment, training, "cpu"))
+    ) as step:
+        before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
+        step()
     assert all(not torch.equal(old, new) for old, new in zip(before, experiment.model.parameters()))
 
 

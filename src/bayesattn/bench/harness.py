@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from bayesattn.recipes._replay import without_collection
+
 # on a GPU a turn is this many calls
 CALLS_A_TURN = 4
 
@@ -116,7 +118,7 @@ def recorded(call: Callable[[], object]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(stream)
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with warnings.catch_warnings(), torch.cuda.graph(graph):
+        with warnings.catch_warnings(), without_collection(), torch.cuda.graph(graph):
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             call()
     finally:

@@ -7,7 +7,8 @@ the GPU counts. On a CPU the same step is called as it is. Soft attention comes 
 how far 1 is from 1 in this run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal
@@ -78,29 +79,29 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
     suite = Suite("seeing", device)
     with one_thread():
         for case in CASES[device] if cases is None else cases:
-            built = {name: build(case, suffix) for name, suffix in PROVIDERS.items()}
             if device == "cpu":
-                steps = {name: whole_step(*found, "cpu") for name, found in built.items()}
+                steps = {name: whole_step(*build(case, suffix), "cpu") for name, suffix in PROVIDERS.items()}
                 suite.compare(str(case), "train step", steps, rounds=11)
                 continue
+            built = {name: build(case, suffix) for name, suffix in PROVIDERS.items()}
             for precision in dict.fromkeys(("bf16", built["soft"][1].precision)):
-                steps = {name: recipe_step(*found, precision) for name, found in built.items()}
-                suite.compare(str(case), f"as it trains, {precision}", steps, rounds=11 if case.model == "MCAN" else 31)
-            graphs = {name: recorded(whole_step(*found, "cuda")) for name, found in built.items()}
+                with ExitStack() as stack:
+                    steps = {name: stack.enter_context(recipe_step(*found, precision)) for name, found in built.items()}
+                    suite.compare(str(case), f"as it trains, {precision}", steps, rounds=11 if case.model == "MCAN" else 21)
+            graphs = {name: recorded(whole_step(*build(case, suffix), "cuda")) for name, suffix in PROVIDERS.items()}
             suite.compare(str(case), "train step, CUDA graph", graphs, rounds=11)
     return suite.rows
 
 
-def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Precision) -> Callable[[], None]:
-    """Return a call that makes one optimiser step as training does, always on the same examples."""
-    step, indices = (
-        training_step(experiment, replace(training, precision=precision), seed=0),
-        torch.arange(training.batch_size),
-    )
-    # the first one of an epoch looks at the attention, the first two of a shape load kernels and record
-    for _ in range(3):
-        step(indices)
-    return lambda: step(indices)
+@contextmanager
+def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Precision) -> Iterator[Callable[[], None]]:
+    """Give a call that makes one optimiser step as training does, always on the same examples."""
+    indices = torch.arange(training.batch_size)
+    with training_step(experiment, replace(training, precision=precision), seed=0) as step:
+        # the first one of an epoch looks at the attention, the first two of a shape load kernels and record
+        for _ in range(3):
+            step(indices)
+        yield lambda: step(indices)
 
 
 def whole_step(experiment: Experiment, training: TrainingConfig, device: str) -> Callable[[], None]:

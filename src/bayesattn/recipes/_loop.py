@@ -12,8 +12,8 @@ accumulation, nor the number of processes changes the weight of the KL.
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,19 +54,28 @@ def train(
         checkpoints: Where to keep the state. If it holds one, training goes on from there, and the rest is what it would
             have been without the interruption: on a CPU bit for bit. Ctrl-C and SIGTERM save before they end the run.
     """
-    loop = _Loop(experiment, config, seed, on_progress, on_row, checkpoints)
-    try:
+    with _recording(_Loop(experiment, config, seed, on_progress, on_row, checkpoints)) as loop:
         return loop.run()
+
+
+@contextmanager
+def training_step(
+    experiment: Experiment, config: TrainingConfig, *, seed: int
+) -> Iterator[Callable[[Int[Tensor, " b"]], None]]:
+    """Give what makes one optimiser step of `train` on the examples it is called with, for those who time it."""
+    with _recording(_Loop(experiment, config, seed, lambda done, total: None, lambda row: None, None)) as loop:
+        loop.model.train()
+        yield loop.advance
+
+
+@contextmanager
+def _recording(loop: "_Loop") -> Iterator["_Loop"]:
+    """Free the recordings of a loop when it ends."""
+    try:
+        yield loop
     finally:
         if loop.recorded is not None:
             loop.recorded.close()
-
-
-def training_step(experiment: Experiment, config: TrainingConfig, *, seed: int) -> Callable[[Int[Tensor, " b"]], None]:
-    """Return what makes one optimiser step of `train` on the examples it is given, for those who time it."""
-    loop = _Loop(experiment, config, seed, lambda done, total: None, lambda row: None, None)
-    loop.model.train()
-    return loop.advance
 
 
 class _Loop:
