@@ -17,8 +17,10 @@ GPU_SHAPES = [(16, 12, 512, 64), (8, 16, 2048, 64), (4, 16, 4096, 64), (4, 16, 4
 CPU_SHAPES = [(8, 8, 256, 32), (2, 4, 1024, 64)]
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
 LOGNORMAL = AttentionConfig("BAM-LC")
-# short sequences are timed in a stack, too: autograd wakes its thread once for a model, not once for a layer
+# At short lengths the host sets the pace, and its speed varies: calls take turns, of many calls each. They are timed as a
+# stack, too: autograd wakes its thread once for a model, not once for a layer.
 SHORT, LAYERS = 512, 12
+ROUNDS, CALLS_A_TURN = 11, 60
 
 
 def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
@@ -110,11 +112,11 @@ def run(device: str, shapes: list[tuple[int, int, int, int]] | None = None) -> l
         check(shape, device, dtype)
         case, calls = "x".join(map(str, shape)), Calls(shape, device, dtype)
         if device == "cuda":
-            _run_on_gpu(suite, case, calls)
-            if shape[2] <= SHORT:
-                stack = Calls(shape, device, dtype, LAYERS)
-                for provider, call in _trained(stack).items():
-                    suite.run(case, provider, f"fwd+bwd, {LAYERS} layers", call)
+            is_short = shape[2] <= SHORT
+            _run_on_gpu(suite, case, calls, is_short)
+            if is_short:
+                stack = _trained(Calls(shape, device, dtype, LAYERS))
+                suite.compare(case, f"fwd+bwd, {LAYERS} layers", stack, rounds=ROUNDS, calls_a_turn=CALLS_A_TURN // LAYERS)
         else:
             suite.run(case, "sdpa", "fwd+bwd", calls.soft(None))
             suite.run(case, "BAM-WC", "fwd+bwd", calls.bayesian("auto"))
@@ -134,20 +136,22 @@ def _trained(calls: Calls) -> dict[str, Callable[[], None]]:
     }
 
 
-def _run_on_gpu(suite: Suite, case: str, calls: Calls) -> None:
-    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+def _run_on_gpu(suite: Suite, case: str, calls: Calls, is_short: bool) -> None:
+    def measure(mode: str, found: dict[str, Callable[[], object]]) -> None:
+        if is_short:
+            suite.compare(case, mode, found, rounds=ROUNDS, calls_a_turn=CALLS_A_TURN)
+        else:
+            for provider, call in found.items():
+                suite.run(case, provider, mode, call)
+
+    flash = SDPBackend.FLASH_ATTENTION
     trained = _trained(calls)
-    for provider, call in trained.items():
-        suite.run(case, provider, "fwd+bwd", call)
-    suite.run(case, "sdpa cudnn", "fwd+bwd", calls.soft(cudnn))
-    for provider, call in trained.items():
-        suite.run(case, provider, "fwd+bwd, CUDA graph", recorded(call))
+    measure("fwd+bwd", {**trained, "sdpa cudnn": calls.soft(SDPBackend.CUDNN_ATTENTION)})
+    measure("fwd+bwd, CUDA graph", {provider: recorded(call) for provider, call in trained.items()})
     predicted = {
         "sdpa flash": calls.soft_forward(flash),
         "BAM-WC": calls.bayesian_forward(),
         "BAM-LC": calls.bayesian_forward(LOGNORMAL),
     }
-    for provider, call in predicted.items():
-        suite.run(case, provider, "forward", call)
-    for provider, call in predicted.items():
-        suite.run(case, provider, "forward, CUDA graph", recorded(call))
+    measure("forward", predicted)
+    measure("forward, CUDA graph", {provider: recorded(call) for provider, call in predicted.items()})

@@ -12,13 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bayesattn.recipes._replay import without_collection
 
-# on a GPU a turn is this many calls
+# on a GPU a turn is this many calls, if nothing else is said
 CALLS_A_TURN = 4
 
 
@@ -94,16 +95,16 @@ def measure_in_turn(
     return times
 
 
-def _gpu_time(call: Callable[[], object]) -> float:
+def _gpu_time(call: Callable[[], object], num_calls: int) -> float:
     """Return the milliseconds between the events around a few calls, so that the host can run ahead as in training."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
-    for _ in range(CALLS_A_TURN):
+    for _ in range(num_calls):
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / CALLS_A_TURN
+    return start.elapsed_time(end) / num_calls
 
 
 def recorded(call: Callable[[], object]) -> Callable[[], None]:
@@ -161,9 +162,17 @@ class Suite:
         baseline = next((row.median_ms for row in self.rows if (row.case, row.mode) == (case, mode)), median)
         return self._keep(case, provider, mode, (median, low, high), memory, median / baseline)
 
-    def compare(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, rounds: int) -> None:
-        """Measure calls that differ by little: in turn, the ratio the median over rounds."""
-        clock = _gpu_time if self.device == "cuda" else _processor_time
+    def compare(
+        self,
+        case: str,
+        mode: str,
+        calls: Mapping[str, Callable[[], object]],
+        *,
+        rounds: int,
+        calls_a_turn: int = CALLS_A_TURN,
+    ) -> None:
+        """Measure calls that differ by little, or that a host of varying speed launches: in turn, the ratio the median."""
+        clock = partial(_gpu_time, num_calls=calls_a_turn) if self.device == "cuda" else _processor_time
         times = torch.tensor(measure_in_turn(list(calls.values()), rounds=rounds, clock=clock))
         ratios = (times / times[0]).median(dim=1).values.tolist()
         for provider, row, ratio in zip(calls, times.tolist(), ratios, strict=True):
