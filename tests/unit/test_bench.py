@@ -2,6 +2,8 @@
 
 import csv
 import dataclasses
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -30,6 +32,25 @@ def test_ratios_are_to_the_first_provider_of_the_same_case_and_mode(tmp_path, ca
     assert [row["provider"] for row in written] == ["base", "other", "base"]
     assert {path.name for path in tmp_path.iterdir()} == {"toy.csv"}
     assert len(plot_ratios(suite.rows).axes) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_recorded_call_keeps_the_tensors_it_works_on():
+    def make():
+        counter = torch.zeros(1000, device="cuda")
+        return counter, lambda: counter.add_(1.0)
+
+    counter, call = make()
+    watched = weakref.ref(counter)
+    replay = harness.recorded(call)
+    del counter, call
+    gc.collect()
+    kept = watched()
+    assert kept is not None
+    before = kept.clone()
+    replay()
+    assert torch.equal(kept, before + 1.0)
 
 
 def test_calls_that_are_compared_take_turns_in_alternating_order():

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-from bayesattn.recipes._replay import without_collection
-
 # on a GPU a turn is this many calls, if nothing else is said
 CALLS_A_TURN = 4
 
@@ -108,7 +106,10 @@ def _gpu_time(call: Callable[[], object], num_calls: int) -> float:
 
 
 def recorded(call: Callable[[], object]) -> Callable[[], None]:
-    """Return the replay of a call's launches as a CUDA graph: the same work, without the host's part in it."""
+    """Return the replay of a call's launches as a CUDA graph: the same work, without the host's part in it.
+
+    It holds on to the call, whose tensors the graph reads and writes by their addresses.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with warnings.catch_warnings(), torch.cuda.stream(stream):
@@ -119,13 +120,17 @@ def recorded(call: Callable[[], object]) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(stream)
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with warnings.catch_warnings(), without_collection(), torch.cuda.graph(graph):
+        with warnings.catch_warnings(), torch.cuda.graph(graph):
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             call()
     finally:
         # where a capture fails, torch may not come to leave its stream
         torch.cuda.set_stream(current)
-    return graph.replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _call: Callable[[], object]) -> None:
+    graph.replay()
 
 
 def peak_memory(call: Callable[[], object], *, device: str) -> float:

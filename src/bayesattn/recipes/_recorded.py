@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bayesattn.recipes._replay import without_collection
-
 
 class Recordings:
     """A module's calls, recorded on the first one with given shapes and replayed on every later one.
@@ -45,7 +43,6 @@ class Recordings:
         with (
             torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
             warnings.catch_warnings(),
-            without_collection(),
         ):
             # the warm-up in front of a recording runs on a stream of its own
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")

@@ -5,7 +5,6 @@ Recorded are the likelihood, the KL, the loss and the gradients. Whatever looks 
 check for finite numbers, the optimiser.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,18 +22,6 @@ Run = Callable[[dict[str, Any], Tensor], Outputs]
 def is_recordable(model: nn.Module) -> bool:
     """Whether attention leaves nothing behind but tensors: a rival may keep what it chose for the loss to judge it."""
     return not any(isinstance(module, RivalAttention) for module in model.modules())
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Keep the garbage collector out: while a recording is made, no older one may be freed."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Recording(NamedTuple):
@@ -128,6 +115,6 @@ class RecordedSteps:
 
     def _capture(self, call: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         graph = torch.cuda.CUDAGraph()
-        with without_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = call()
         return graph.replay, outputs
