@@ -218,18 +218,6 @@ def test_runs_cover_every_edge_once(longest):
         assert begin[-1] == 53
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """New memory is NaN, so that what nobody wrote is seen."""
-    empty, like = torch.Tensor.new_empty, torch.empty_like
-
-    def poison(x):
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kwargs: poison(empty(self, *args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(like(*args, **kwargs)))
-
-
 def test_outputs_are_fully_written(poisoned):
     check((11, 7, 53, 3, 5), WEIBULL)
     check((11, 7, 53, 3, 5), ba.AttentionConfig("BAM-LC"), "neighbourhood")
