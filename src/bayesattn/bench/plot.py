@@ -27,6 +27,6 @@ def plot_ratios(rows: Sequence[Row]) -> Figure:
         if max(row.ratio for row in shown) > 3.0:
             ax.set_xscale("log")
         ax.axvline(1.0, color="black", linewidth=0.8)
-        ax.set_title(f"{mode}: time relative to the first provider of each case, {shown[0].device}", fontsize=9, loc="left")
+        ax.set_title(f"{mode}: times the first provider of each case, {shown[0].device}", fontsize=9, loc="left")
         ax.spines[["top", "right"]].set_visible(False)
     return figure
