@@ -41,6 +41,8 @@ class DataConfig:
         answer_min_count: Rarer answers of the training questions cannot be given.
         max_words: Longest question; the rest is cut off.
         scale_features: Whether to divide the features by their standard deviation (over all channels together).
+        word_vectors: A file of pretrained vectors in GloVe's text format, `model.word_dim` numbers each, with which the
+            embeddings begin; a relative path begins in the data folder. None: they begin at random.
     """
 
     dataset: DatasetName = "shapes"
@@ -50,6 +52,7 @@ class DataConfig:
     answer_min_count: int = 1
     max_words: int = 14
     scale_features: bool = True
+    word_vectors: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("train_images", "word_min_count", "answer_min_count", "max_words"):

@@ -18,6 +18,7 @@ from bayesattn.recipes._train import MetricLog, build_config, find_config, load_
 from bayesattn.recipes.vqa.accuracy import soft_targets
 from bayesattn.recipes.vqa.data import DataConfig, Split, build_vocabulary, load_splits
 from bayesattn.recipes.vqa.model import MCAN, MCANSize
+from bayesattn.recipes.vqa.vectors import load_vectors
 from bayesattn.recipes.vqa.vocabulary import Vocabulary
 from bayesattn.runs import CHECKPOINT_FILE, RunError, read_tensors
 
@@ -87,6 +88,7 @@ class VQAExperiment(Experiment):
 
     Attributes:
         num_skipped: Training questions left out because none of their answers is in the vocabulary.
+        num_vectors: Words whose embeddings begin with a pretrained vector; None where the config names no vectors.
     """
 
     model: MCAN
@@ -103,6 +105,10 @@ class VQAExperiment(Experiment):
         self.vocabulary = vocabulary
         scale = whole.regions.variance**-0.5 if config.data.scale_features else 1.0
         self.model = build_model(config, vocabulary, whole.regions.dim, scale)
+        self.num_vectors: int | None = None
+        if config.data.word_vectors is not None:
+            path = (data or Path()) / config.data.word_vectors
+            self.num_vectors = load_vectors(self.model.embedding.weight, path, vocabulary.word_index)
         self.is_recordable = is_recordable(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-9)
         steps_per_epoch = num_steps(self, config.training) // config.training.epochs
@@ -128,9 +134,11 @@ class VQAExperiment(Experiment):
 
     def validate(self, model: nn.Module) -> dict[str, float | int]:
         """Return NLL and accuracy (min(n/3, 1)) of the posterior mean on the validation questions, and what was skipped."""
-        skipped: dict[str, float | int] = {"skipped_questions": self.num_skipped}
+        counts: dict[str, float | int] = {"skipped_questions": self.num_skipped}
+        if self.num_vectors is not None:
+            counts["words_with_vectors"] = self.num_vectors
         if self.validation is None:
-            return skipped
+            return counts
         device, count = next(model.parameters()).device, len(self.validation)
         nll = accuracy = 0.0
         for indices in torch.arange(count).split(256):
@@ -140,7 +148,7 @@ class VQAExperiment(Experiment):
             targets = soft_targets(questions, self.vocabulary, "paper")
             nll += float(F.binary_cross_entropy_with_logits(logits, targets, reduction="sum"))
             accuracy += float(targets.gather(1, logits.argmax(dim=1, keepdim=True)).sum())
-        return {"validation_nll": nll / count, "validation_accuracy": accuracy / count, **skipped}
+        return {"validation_nll": nll / count, "validation_accuracy": accuracy / count, **counts}
 
 
 def model_inputs(split: Split, indices: Int[Tensor, " b"], vocabulary: Vocabulary) -> dict[str, Tensor]:

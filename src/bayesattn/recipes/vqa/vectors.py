@@ -1,0 +1,57 @@
+"""Pretrained word vectors in GloVe's text format: a word and its numbers on every line, separated by spaces."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[int, Float[Tensor, " d"]]:
+    """Return the vectors of the words that a vocabulary has, by their index; the file is read line by line.
+
+    Args:
+        path: Of the file.
+        word_index: The words wanted.
+        dim: Numbers of a vector.
+
+    Raises:
+        ValueError: The file cannot be read, has a line of another length, or a vector that is not finite.
+    """
+    vectors: dict[int, Float[Tensor, " d"]] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                # from the right: a few "words" of GloVe's largest file have spaces in them
+                word, *values = line.rstrip("\n").rsplit(" ", dim)
+                if len(values) != dim or (" " in word and _is_number(word.rsplit(" ", 1)[1])):
+                    found = len(line.split()) - 1
+                    raise ValueError(f"{path}, line {number}, has {found} numbers; allowed: word_dim, {dim}, on every line")
+                if word in word_index:
+                    vectors[word_index[word]] = _parse(values, f"{path}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"word vectors {path} cannot be read: {error}") from None
+    return vectors
+
+
+@torch.no_grad()
+def load_vectors(embedding: Float[Tensor, "words d"], path: Path, word_index: Mapping[str, int]) -> int:
+    """Copy the vectors of a file into an embedding and return how many there were; other words stay as they are."""
+    vectors = read_vectors(path, word_index, embedding.shape[1])
+    for index, vector in vectors.items():
+        embedding[index] = vector
+    return len(vectors)
+
+
+def _parse(values: list[str], where: str) -> Float[Tensor, " d"]:
+    if not all(map(_is_number, values)):
+        raise ValueError(f"{where}: a vector has an entry that is no finite number")
+    return torch.tensor([float(value) for value in values])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return torch.isfinite(torch.tensor(float(text))).item() is True
+    except ValueError:
+        return False
