@@ -125,6 +125,85 @@ def test_the_page_has_the_means_of_the_noisy_validation_questions(name):
         assert " | ".join(shown) in page
 
 
+def by_fold(row: dict[str, str], measure: str = "accuracy") -> dict[int, float]:
+    """Return a measure of a setting of the search, in per cent by fold of training images or, on test questions, by seed."""
+    return dict(zip(map(int, row["folds_or_seeds"].split()), map(float, row[measure].split()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def searched():
+    """Settings of DAQUAR's search on held-out images by round, each round's with the most folds first."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows("vqa-daquar-search.csv"):
+        if row["questions"] == "held out":
+            found.setdefault(row["round"], []).append(row)
+    return found
+
+
+# settings that only the table's have among all that were searched
+OF_THE_TABLE = {"attention": "soft", "output": "sigmoid", "learning_rate": "0.0003"}
+
+
+def test_search_has_the_settings_of_the_table_on_all_folds(searched):
+    config = vqa_train.load_config("daquar-soft")
+    for number, folds in (("1", 3), ("2", 7)):
+        (row,) = [row for row in searched[number] if OF_THE_TABLE.items() <= row.items()]
+        sizes = [int(row[name]) for name in ("num_layers", "width", "epochs", "batch_size", "answer_min_count")]
+        size, data = config.model, config.data
+        given = [size.num_layers, size.width, config.training.epochs, config.training.batch_size, data.answer_min_count]
+        assert sizes == given
+        assert (float(row["dropout"]), float(row["attention_dropout"])) == (size.dropout, size.attention_dropout)
+        assert len(by_fold(row)) == folds
+
+
+def test_page_has_the_counts_of_the_search(searched):
+    page = (FOLDER / "vqa.md").read_text(encoding="utf-8")
+    for number in "123":
+        runs = sum(len(by_fold(row)) for row in searched[number])
+        assert f"**Round {number}**, {runs} runs of {len(searched[number])} settings" in page
+    bayesian = [row for row in searched["2"] if row["attention"] == "BAM-WC"]
+    assert f"{sum(len(by_fold(row)) for row in bayesian)} of the runs with BAM-WC" in page
+    measured = {"round", "folds_or_seeds", "accuracy", "accuracy_single", "accuracy_averaged_weights", "accuracy_noise_8x"}
+    settings = {
+        tuple(value for name, value in row.items() if name not in measured) for number in "123" for row in searched[number]
+    }
+    assert f"of {len(settings)} settings did not find one" in page
+
+
+def test_page_compares_searched_settings_with_the_tables_on_the_same_folds(searched):
+    table: dict[int, float] = {}
+    for number in "12":
+        table |= by_fold(next(row for row in searched[number] if OF_THE_TABLE.items() <= row.items()))
+    chosen = [row for row in searched["1"] if {0, 1, 2} <= by_fold(row).keys()]
+    best = max(chosen, key=lambda row: sum(by_fold(row)[fold] for fold in range(3)))
+    names = list(best)[2 : list(best).index("folds_or_seeds")]
+    without = {name: best[name] for name in names} | {"weight_decay": "0.0"}
+    again = next(row for row in searched["2"] if without.items() <= row.items())
+    page = (FOLDER / "vqa.md").read_text(encoding="utf-8")
+    for setting, row, folds in (
+        ("best of round 1 on the folds that chose it", best, range(3)),
+        ("the same without weight decay, on the others", again, range(3, 10)),
+        ("round 3, dropout 0.1", next(row for row in searched["3"] if row["dropout"] == "0.1"), range(9)),
+        ("round 3, dropout 0.3", next(row for row in searched["3"] if row["dropout"] == "0.3"), range(9)),
+        ("a linear model without attention", searched["linear"][0], range(10)),
+    ):
+        ours, theirs = ({fold: values[fold] for fold in folds} for values in (by_fold(row), table))
+        means = [f"{sum(values.values()) / len(values):.1f}" for values in (ours, theirs)]
+        cells = [setting, f"{folds[0]} to {folds[-1]}", *means, show(paired(ours, theirs).difference, 1.0, 1)]
+        assert f"| {' | '.join(cells)} |" in page
+
+
+def test_page_has_what_the_searched_setting_said_to_test_questions():
+    found = {row["attention"]: row for row in rows("vqa-daquar-search.csv") if row["questions"] == "test"}
+    soft, wc = by_fold(found["soft"]), by_fold(found["BAM-WC"])
+    single = by_fold(found["soft"], "accuracy_single")
+    page = (FOLDER / "vqa.md").read_text(encoding="utf-8").replace("\n", " ")
+    means = [f"{sum(values.values()) / 3:.1f}" for values in (soft, single, wc)]
+    seeds = ", ".join(f"{value:.1f}" for value in soft.values())
+    assert f"{means[0]} % over three seeds ({seeds}), {means[1]} % on those with single answers" in page
+    assert f"BAM-WC {means[2]} (three seeds)" in page
+
+
 def test_pages_have_the_timed_steps():
     """Ratios to soft attention of steps as CUDA graphs: a row a model on its page, and in the README of the benchmarks."""
     found: dict[str, dict[str, dict[str, str]]] = {}

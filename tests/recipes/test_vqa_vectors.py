@@ -48,8 +48,9 @@ def test_vectors_are_learnt_further(path):
     [
         ("how 1 2", "line 2, has 2 numbers; allowed: word_dim, 3, on every line"),
         ("how 1 2 3 4", "line 2, has 4 numbers; allowed: word_dim, 3, on every line"),
-        ("how 1 2 many", "line 2: a vector has an entry that is no finite number"),
-        ("how 1 2 nan", "line 2: a vector has an entry that is no finite number"),
+        ("how 1 2 many", "line 2: the vector has an entry that is no finite number"),
+        ("how 1 2 nan", "line 2: the vector has an entry that is no finite number"),
+        ("how 1 2 1e99", "line 2: the vector has an entry that is no finite number"),
     ],
 )
 def test_ragged_lines_and_odd_numbers_are_named(line, message, tmp_path):
@@ -60,5 +61,12 @@ def test_ragged_lines_and_odd_numbers_are_named(line, message, tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="word vectors .*nowhere.txt cannot be read"):
+    with pytest.raises(ValueError, match=r"word vectors .*nowhere\.txt cannot be read"):
         read_vectors(tmp_path / "nowhere.txt", {"how": 2}, 3)
+
+
+def test_vectors_of_another_language_are_named(path):
+    embedding = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"vectors\.txt have none of the 2 words; allowed: vectors of their language"):
+        load_vectors(embedding, path, {"wie": 2, "kreis": 3})
+    assert not bool(embedding.any())

@@ -42,7 +42,7 @@ class DataConfig:
         max_words: Longest question; the rest is cut off.
         scale_features: Whether to divide the features by their standard deviation (over all channels together).
         word_vectors: A file of pretrained vectors in GloVe's text format, `model.word_dim` numbers each, with which the
-            embeddings begin; a relative path begins in the data folder. None: they begin at random.
+            embeddings begin; a relative path begins in the data folder, if there is one. None: they begin at random.
     """
 
     dataset: DatasetName = "shapes"

@@ -107,7 +107,7 @@ class VQAExperiment(Experiment):
         self.model = build_model(config, vocabulary, whole.regions.dim, scale)
         self.num_vectors: int | None = None
         if config.data.word_vectors is not None:
-            path = (data or Path()) / config.data.word_vectors
+            path = (data if isinstance(data, Path) else Path()) / config.data.word_vectors
             self.num_vectors = load_vectors(self.model.embedding.weight, path, vocabulary.word_index)
         self.is_recordable = is_recordable(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-9)

@@ -8,6 +8,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 
+@torch.no_grad()
+def load_vectors(embedding: Float[Tensor, "words d"], path: Path, word_index: Mapping[str, int]) -> int:
+    """Copy the vectors of a file into the rows of their words and return how many there were; other rows stay as they are.
+
+    Raises:
+        ValueError: See `read_vectors`, or the file has none of the words.
+    """
+    vectors = read_vectors(path, word_index, embedding.shape[1])
+    if not vectors:
+        raise ValueError(f"word vectors {path} have none of the {len(word_index)} words; allowed: vectors of their language")
+    for index, vector in vectors.items():
+        embedding[index] = vector
+    return len(vectors)
+
+
 def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[int, Float[Tensor, " d"]]:
     """Return the vectors of the words that a vocabulary has, by their index; the file is read line by line.
 
@@ -24,7 +39,7 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 # from the right: a few "words" of GloVe's largest file have spaces in them
-                word, *values = line.rstrip("\n").rsplit(" ", dim)
+                word, *values = line.rstrip().rsplit(" ", dim)
                 if len(values) != dim or (" " in word and _is_number(word.rsplit(" ", 1)[1])):
                     found = len(line.split()) - 1
                     raise ValueError(f"{path}, line {number}, has {found} numbers; allowed: word_dim, {dim}, on every line")
@@ -35,23 +50,17 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
     return vectors
 
 
-@torch.no_grad()
-def load_vectors(embedding: Float[Tensor, "words d"], path: Path, word_index: Mapping[str, int]) -> int:
-    """Copy the vectors of a file into an embedding and return how many there were; other words stay as they are."""
-    vectors = read_vectors(path, word_index, embedding.shape[1])
-    for index, vector in vectors.items():
-        embedding[index] = vector
-    return len(vectors)
-
-
 def _parse(values: list[str], where: str) -> Float[Tensor, " d"]:
-    if not all(map(_is_number, values)):
-        raise ValueError(f"{where}: a vector has an entry that is no finite number")
-    return torch.tensor([float(value) for value in values])
+    if all(map(_is_number, values)):
+        vector = torch.tensor([float(value) for value in values])
+        if bool(vector.isfinite().all()):
+            return vector
+    raise ValueError(f"{where}: the vector has an entry that is no finite number")
 
 
 def _is_number(text: str) -> bool:
     try:
-        return torch.isfinite(torch.tensor(float(text))).item() is True
+        float(text)
     except ValueError:
         return False
+    return True
