@@ -7,6 +7,9 @@ from matplotlib.figure import Figure
 from bayesattn.bench.harness import Row
 from bayesattn.plots._style import COLORS
 
+# of logarithmic axes, which would show powers of ten
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
 
 def plot_ratios(rows: Sequence[Row]) -> Figure:
     """Draw the ratios, a panel for every mode, grouped by case; on a logarithmic axis where they spread."""
@@ -26,6 +29,10 @@ def plot_ratios(rows: Sequence[Row]) -> Figure:
         ax.invert_yaxis()
         if max(row.ratio for row in shown) > 3.0:
             ax.set_xscale("log")
+            low, high = ax.get_xlim()
+            ticks = [tick for tick in TICKS if low <= tick <= high]
+            ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            ax.minorticks_off()
         ax.axvline(1.0, color="black", linewidth=0.8)
         ax.set_title(f"{mode}: times the first provider of each case, {shown[0].device}", fontsize=9, loc="left")
         ax.spines[["top", "right"]].set_visible(False)
