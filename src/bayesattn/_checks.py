@@ -47,6 +47,13 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int
     return (b, h, m, n)
 
 
+def same_device(like: str, device: torch.device, **values: Tensor | None) -> None:
+    """Require tensors on one device: a kernel would read a stranger's memory by its address."""
+    for name, value in values.items():
+        if value is not None and value.device != device:
+            raise ValueError(f"{name} is on {value.device}; allowed: {device}, where {like} is")
+
+
 def mask(value: Tensor | None, shape: Shape) -> Tensor | None:
     """Require a boolean mask broadcastable to (b, h, m, n) and return it with four axes."""
     if value is None:

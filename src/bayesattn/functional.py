@@ -83,6 +83,7 @@ def attention_weights(
         mask = mask.unsqueeze(1)
     mask = _checks.mask(mask, tuple(full.shape))
     _checks.prior(prior, tuple(full.shape), config, need_kl)
+    _checks.same_device("scores", scores.device, mask=mask, prior=prior)
     if check_finite:
         _checks.finite(scores=scores, prior=prior, mask=mask)
     with without_autocast(scores.device.type):
@@ -149,6 +150,7 @@ def attention(
     allowed = Allowed(_checks.mask(mask, shape), is_causal, shape)
     prior = _checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
     _checks.bias(bias, shape)
+    _checks.same_device("query", query.device, key=key, value=value, mask=mask, prior=prior, bias=bias)
     _checks.probability("dropout_p", dropout_p)
     _checks.choice("backend", backend, BACKENDS)
     if check_finite:
@@ -240,6 +242,8 @@ def edge_attention(
         like = scores.features
     heads = like.shape[1]
     _checks.edge_value(value, edges.num_sources, heads)
+    given = prior.key if isinstance(prior, NodePrior) else prior
+    _checks.same_device("scores", like.device, value=value, edges=edges.source, prior=given)
     if isinstance(prior, NodePrior):
         _checks.edge_prior_shape(tuple(prior.key.shape[:2]), heads, edges.num_sources, config)
     else:

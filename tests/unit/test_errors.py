@@ -220,3 +220,11 @@ def test_the_public_backends_are_those_of_the_design():
     for backend in ("auto", "reference"):
         attention(**_qkv(), config=WF, backend=backend)
     assert {"auto", "reference", "triton"} <= set(functional.BACKENDS)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "mask", "prior", "bias"])
+def test_a_tensor_on_another_device_is_refused_by_name(name):
+    shapes = {"key": (B, H, N, D), "value": (B, H, N, D), "mask": (B, 1, 1, N), "prior": (B, 1, 1, N), "bias": (1, 1, M, N)}
+    stranger = torch.zeros(shapes[name], device="meta", dtype=torch.bool if name == "mask" else torch.float32)
+    given = {**_qkv(), "prior": torch.zeros(B, 1, 1, N), name: stranger}
+    _refused(f"{name} is on meta; allowed: cpu, where query is", attention, **given, config=ba.AttentionConfig("BAM-WC"))

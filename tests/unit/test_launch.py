@@ -29,7 +29,8 @@ class FakeCompiled:
     function, packed_metadata = "function", "metadata"
 
     def __init__(self, kernel, args):
-        self.kernel, self.kinds = kernel, list(map(type, args))
+        # in place of a tensor comes its address
+        self.kernel, self.kinds = kernel, [int if isinstance(x, torch.Tensor) else type(x) for x in args]
 
     def run(self, x, y, z, *args):
         assert args[:6] == (STREAM, self.function, self.packed_metadata, None, None, None)
@@ -44,8 +45,15 @@ class FakeCompiled:
         return run
 
     def _remember(self, grid, args):
-        assert list(map(type, args[: len(self.kinds)])) == self.kinds
+        assert [int if isinstance(x, torch.Tensor) else type(x) for x in args[: len(self.kinds)]] == self.kinds
         self.kernel.launches.append((grid, args))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says to lie on a GPU."""
+
+    def get_device(self):
+        return 0
 
 
 class FakeDriver:
@@ -70,7 +78,7 @@ def test_the_second_launch_goes_to_the_compiled_kernel_with_everything_by_positi
     launch(kernel, x, 37)
     launch(kernel, x, 37, factor=0.25)
     assert kernel.compilations == 1
-    assert kernel.launches == [((3, 2, 1), (x, 37, 0.25, True, 64))]
+    assert kernel.launches == [((3, 2, 1), (x.data_ptr(), 37, 0.25, True, 64))]
     assert launcher.LAUNCHES["fake"] == before + 2
 
 
@@ -90,6 +98,17 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
     assert kernel.compilations == len(cases)
     launch(kernel, x, 37, block=32)
     assert kernel.compilations == len(cases) + 1
+
+
+def test_a_tensor_elsewhere_goes_to_triton_which_looks_at_it_and_not_by_its_address_to_the_kernel(kernel):
+    x = torch.zeros(64)
+    both = launcher.prepared(kernel, (3,), 37, 0.5, BLOCK=64, WIDE=True)
+    both(x, x)
+    both(x, x)
+    assert kernel.compilations == 1
+    both(x, x.as_subclass(Elsewhere))
+    assert kernel.compilations == 2
+    assert len(kernel.launches) == 1
 
 
 def test_whole_numbers_and_fractions_of_the_same_value_are_two_kernels(kernel):

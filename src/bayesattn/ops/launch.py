@@ -61,10 +61,12 @@ class Launch:
     def _launch(self, pointers: tuple[Tensor | None, ...], index: int | None) -> None:
         # an address spares Triton's launcher a method call and a question to the driver for every pointer
         addresses = [None if x is None else x.data_ptr() for x in pointers]
-        # what Triton compiles for: the type of a pointer, and whether it is a multiple of sixteen bytes
+        # what Triton compiles for, the type of a pointer and whether it is a multiple of sixteen bytes; and where it points
+        # to: a tensor elsewhere is news, and Triton, who is given the tensors of those, refuses it
         facts = (
             index,
             *[x if x is None else x.dtype for x in pointers],
+            *[x if x is None else x.get_device() for x in pointers],
             *[x if x is None else x & 15 == 0 for x in addresses],
         )
         compiled = self._found.get(facts)
