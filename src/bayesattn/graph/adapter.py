@@ -8,7 +8,8 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerCo
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.multihead import become_bayesian, become_plain
-from bayesattn.graph.layers import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv
+from bayesattn.graph.layers import BayesianGATConv, BayesianGATv2Conv
+from bayesattn.graph.transformer import BayesianTransformerConv
 from bayesattn.nn import BayesianModule
 
 _BAYESIAN: dict[type[nn.Module], type[BayesianModule]] = {
