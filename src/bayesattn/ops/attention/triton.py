@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
@@ -70,8 +71,7 @@ def attention(
         mu = location if isinstance(location, Tensor) else query.new_full((1,), location, dtype=torch.float32)
         mu = mu.float().expand(b, h, 1, n).contiguous()
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
-    plain = _FusedAttention.apply if torch.is_grad_enabled() else _forward
-    fused = attention_forward if torch.compiler.is_compiling() else plain
+    fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply if _is_derived() else _forward
     output, _, lse, columns, first, second, _ = fused(
         query, key, value, allowed.mask, mu, seed, weibull, strength, scale, dropout_p, allowed.is_causal, need_lse,
         need_kl and weibull,
@@ -82,6 +82,12 @@ def attention(
     if weibull:
         return output, weibull_kl(columns, lse, log_prior, allowed, config)
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
+
+
+def _is_derived() -> bool:
+    """Whether the autograd node has work: to keep what gradients need, or to refuse what no_grad does not switch off."""
+    is_transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() or is_transformed
 
 
 def _forward(
@@ -137,20 +143,9 @@ def _forward(
 
 @torch.library.custom_op("bayesattn::attention_forward", mutates_args=())
 def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    mu: Tensor | None,
-    seed: Tensor,
-    weibull: bool,
-    strength: float,
-    scale: float,
-    dropout: float,
-    causal: bool,
-    need_lse: bool,
-    need_columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mu: Tensor | None, seed: Tensor, weibull: bool,
+    strength: float, scale: float, dropout: float, causal: bool, need_lse: bool, need_columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`_forward` as torch.compile sees it; what is not asked for is empty. Eager calls do without, which is less Python."""
     options = (weibull, strength, scale, dropout, causal, need_lse, need_columns)
     results = _forward(query, key, value, mask, mu, seed, *options)
