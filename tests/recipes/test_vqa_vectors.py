@@ -46,8 +46,11 @@ def test_vectors_are_learnt_further(path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("how 1 2", "line 2, has 2 numbers; allowed: word_dim, 3, on every line"),
-        ("how 1 2 3 4", "line 2, has 4 numbers; allowed: word_dim, 3, on every line"),
+        ("how 1 2", r"line 2, begins 'how 1 2\n'; allowed: a word and word_dim, 3, numbers on every line"),
+        ("how 1 2 3 4", r"line 2, begins 'how 1 2 3 4\n'; allowed: a word and word_dim, 3, numbers"),
+        ("how\t1\t2\t3", r"line 2, begins 'how\t1\t2\t3\n'; allowed: a word and word_dim, 3, numbers"),
+        ("how 1  2 3", "numbers on every line, one space between them"),
+        ("", r"line 2, begins '\n'; allowed: a word and word_dim, 3, numbers"),
         ("how 1 2 many", "line 2: the vector has an entry that is no finite number"),
         ("how 1 2 nan", "line 2: the vector has an entry that is no finite number"),
         ("how 1 2 1e99", "line 2: the vector has an entry that is no finite number"),

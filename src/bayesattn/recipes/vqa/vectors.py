@@ -41,8 +41,10 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
                 # from the right: a few "words" of GloVe's largest file have spaces in them
                 word, *values = line.rstrip().rsplit(" ", dim)
                 if len(values) != dim or (" " in word and _is_number(word.rsplit(" ", 1)[1])):
-                    found = len(line.split()) - 1
-                    raise ValueError(f"{path}, line {number}, has {found} numbers; allowed: word_dim, {dim}, on every line")
+                    raise ValueError(
+                        f"{path}, line {number}, begins {line[:40]!r}; allowed: a word and word_dim, {dim}, numbers on "
+                        "every line, one space between them"
+                    )
                 if word in word_index:
                     vectors[word_index[word]] = _parse(values, f"{path}, line {number}")
     except (OSError, UnicodeDecodeError) as error:
