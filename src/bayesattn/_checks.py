@@ -121,6 +121,7 @@ def edge_features(
     features: Tensor, att_source: Tensor, att_target: Tensor, negative_slope: float, num_sources: int, num_targets: int
 ) -> None:
     """Check what both parts of the scores of edges are made of against the graph, whose two sides have to be the same."""
+    floating("features of the scores", features)
     if features.ndim != 3 or features.shape[0] != num_sources or num_sources != num_targets:
         raise ValueError(
             f"features of the scores has shape {tuple(features.shape)}; allowed: (nodes, heads, features) where all "

@@ -237,9 +237,11 @@ def edge_attention(
     elif isinstance(scores, PairScores):
         _checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
         like = scores.source
-    else:
+    elif isinstance(scores, FeatureScores):
         _checks.edge_features(*scores, edges.num_sources, edges.num_targets)
         like = scores.features
+    else:
+        raise ValueError(f"scores is {type(scores).__name__}; allowed: Tensor, PairScores, FeatureScores")
     heads = like.shape[1]
     _checks.edge_value(value, edges.num_sources, heads)
     given = prior.key if isinstance(prior, NodePrior) else prior

@@ -330,6 +330,14 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
     edge_attention(*arguments, backend="auto", **options)
 
 
+def test_a_call_without_heads_is_refused_by_name():
+    edges, options = graph(11, 7, 53), {"config": ba.AttentionConfig("BAM-WF")}
+    arguments = (torch.zeros(53, 0, device=DEVICE), torch.zeros(11, 0, 4, device=DEVICE), edges)
+    with pytest.raises(ValueError, match="backend is 'triton', but the values have no heads"):
+        edge_attention(*arguments, backend="triton", **options)
+    assert edge_attention(*arguments, backend="auto", **options).output.shape == (7, 0, 4)
+
+
 def test_auto_takes_it_on_a_gpu():
     before = LAUNCHES["edge_forward"]
     edge_attention(

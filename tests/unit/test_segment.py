@@ -9,9 +9,12 @@ from bayesattn.functional import edge_attention
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.draws import edge_log_noise
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from helpers import PRESETS, REDUCTIONS, WITH_KL, kl_oracle, no_type_checks
 
 ROWS, SOURCES, HEADS, DIM = 7, 5, 3, 2
+# GAT's vectors for sources and targets, and the slope of its LeakyReLU
+WEIGHTS = (torch.ones(1, HEADS, DIM), torch.ones(1, HEADS, DIM), 0.2)
 SCOPES = ("graph", "neighbourhood")
 OPS = {"plain": plain, "csr": csr}
 both_ops = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
@@ -208,6 +211,12 @@ def test_an_end_point_out_of_range_is_refused(source, target):
     [
         ({"scores": torch.zeros(2, HEADS)}, r"scores has shape \(2, 3\); allowed"),
         ({"scores": torch.zeros(2, HEADS, dtype=torch.long)}, "scores is torch.int64; allowed"),
+        ({"scores": [0.5]}, "scores is list; allowed: Tensor, PairScores, FeatureScores"),
+        (
+            {"scores": FeatureScores(torch.zeros(SOURCES, HEADS, DIM).long(), *WEIGHTS)},
+            "features of the scores is torch.int64",
+        ),
+        ({"scores": PairScores(torch.zeros(SOURCES, 2), torch.zeros(ROWS, 3), 0.2)}, r"target of the scores is .*\(7, 3\)"),
         ({"value": torch.zeros(SOURCES, HEADS + 1, DIM)}, r"value has shape \(5, 4, 2\); allowed"),
         ({"prior": None}, "prior is None; allowed for BAM-WC"),
         ({"prior": torch.zeros(SOURCES, 2)}, r"prior has shape \(5, 2\); allowed"),
@@ -231,6 +240,23 @@ def test_bad_arguments_are_named(monkeypatch, change, message):
     }
     with pytest.raises(ValueError, match=message):
         edge_attention(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["reference", "csr"])
+def test_scores_made_of_a_pair_are_those_of_their_sum_and_leave_it_alone(backend):
+    edges, _, _ = graph()
+    source, target = (torch.randn(size, HEADS, dtype=torch.float64, requires_grad=True) for size in (SOURCES, ROWS))
+    value, before = torch.randn(SOURCES, HEADS, DIM, dtype=torch.float64), [x.detach().clone() for x in (source, target)]
+    scores = torch.nn.functional.leaky_relu(source[edges.source] + target[edges.target], 0.2)
+    found = []
+    for given in (PairScores(source, target, 0.2), scores):
+        result = edge_attention(given, value, edges, config=ba.AttentionConfig("BAM-WF"), seed=3, backend=backend)
+        loss = result.output.square().sum() + result.kl.sum()
+        found.append([loss.detach(), *torch.autograd.grad(loss, (source, target), retain_graph=True)])
+    # float64 in another order
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert torch.equal(source, before[0])
+    assert torch.equal(target, before[1])
 
 
 def test_csr_refuses_unsorted_edges_by_name():

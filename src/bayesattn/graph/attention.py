@@ -287,6 +287,7 @@ def sorted_edges(
         loops: Whether every node gets an edge to itself instead of those that it has.
     """
     if torch.compiler.is_compiling():
+        assert not loops, "where a compiler looks, PyG adds them"
         return Edges.sort(*_end_points(edge_index, layer.flow), num_sources, num_targets, check=False)
     known = _SORTED.get(layer)
     has_size = known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets)

@@ -40,8 +40,8 @@ def why_not_triton(call: EdgeCall) -> str:
         return f"the tensors are on {call.scores.device.type}, not on a GPU"
     if call.value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the values are {call.value.dtype}, not float32, bfloat16 or float16"
-    if call.value.shape[-1] == 0:
-        return "the values have no features"
+    if 0 in call.value.shape[1:]:
+        return "the values have no heads or no features"
     if call.value.shape[-1] > 256:
         return f"a head has {call.value.shape[-1]} features, more than 256"
     if not call.sample:
