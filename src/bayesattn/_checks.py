@@ -109,10 +109,11 @@ def edge_pair(source: Tensor, target: Tensor, negative_slope: float, num_sources
     """Check what the scores of edges are made of against the graph."""
     for name, part, nodes in (("source", source, num_sources), ("target", target, num_targets)):
         is_part = part.is_floating_point() and part.ndim == 2 and part.shape[0] == nodes
-        if not is_part or part.shape[1] != source.shape[1] or part.dtype != source.dtype:
+        is_alike = (part.shape[1:], part.dtype, part.device) == (source.shape[1:], source.dtype, source.device)
+        if not is_part or not is_alike:
             raise ValueError(
-                f"{name} of the scores is {part.dtype} of shape {tuple(part.shape)}; allowed: floating-point of shape "
-                f"({nodes} {name}s, heads), and the same heads and type for both"
+                f"{name} of the scores is {part.dtype} of shape {tuple(part.shape)} on {part.device}; allowed: "
+                f"floating-point of shape ({nodes} {name}s, heads), and the same heads, type and device for both"
             )
     _slope(negative_slope)
 
@@ -129,10 +130,10 @@ def edge_features(
         )
     allowed = (1, *features.shape[1:])
     for name, vector in (("att_source", att_source), ("att_target", att_target)):
-        if vector.shape != allowed or vector.dtype != att_source.dtype:
+        if vector.shape != allowed or vector.dtype != att_source.dtype or vector.device != features.device:
             raise ValueError(
-                f"{name} of the scores is {vector.dtype} of shape {tuple(vector.shape)}; allowed: shape {allowed}, and the "
-                "same type for both"
+                f"{name} of the scores is {vector.dtype} of shape {tuple(vector.shape)} on {vector.device}; allowed: shape "
+                f"{allowed} on {features.device}, and the same type for both"
             )
     _slope(negative_slope)
 

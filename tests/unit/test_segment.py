@@ -217,6 +217,10 @@ def test_an_end_point_out_of_range_is_refused(source, target):
             "features of the scores is torch.int64",
         ),
         ({"scores": PairScores(torch.zeros(SOURCES, 2), torch.zeros(ROWS, 3), 0.2)}, r"target of the scores is .*\(7, 3\)"),
+        (
+            {"scores": PairScores(torch.zeros(SOURCES, 3), torch.zeros(ROWS, 3, device="meta"), 0.2)},
+            "on meta; allowed: .*device",
+        ),
         ({"value": torch.zeros(SOURCES, HEADS + 1, DIM)}, r"value has shape \(5, 4, 2\); allowed"),
         ({"prior": None}, "prior is None; allowed for BAM-WC"),
         ({"prior": torch.zeros(SOURCES, 2)}, r"prior has shape \(5, 2\); allowed"),
