@@ -1,5 +1,6 @@
 """Captioning in recorded steps: batches of few shapes and the same likelihood, nothing that waits, the same training."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from fake_steps import FakeSteps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bayesattn import record_kl
+from bayesattn import noise, record_kl
 from bayesattn.recipes import _loop
 from bayesattn.recipes._train import seed_everything
 from bayesattn.recipes._vision.features import StoredRegions
@@ -89,6 +90,30 @@ def test_padded_batch_has_the_likelihood_the_kl_and_the_gradients_of_the_batch(v
     for ours, truth in zip(found[1], found[0], strict=True):
         # noise of 1e-6 in the weights; float32 sums over some dozens of entries
         torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["hard-reinforce", "gaussian-context"])
+def test_padding_leaves_the_gradients_of_loud_noise_alone(variant, monkeypatch):
+    """The same, where noise cannot be made small: a caption's step and region have the same number in any batch."""
+    numbers = torch.rand(11, 1, 16, 64, generator=torch.Generator().manual_seed(7))
+
+    def by_place(seed, shape, *, device=None):
+        return numbers[tuple(slice(size) for size in shape)]
+
+    monkeypatch.setattr(noise, "exponential", by_place)
+    monkeypatch.setattr(noise, "normal", by_place)
+    experiment = make_experiment(variant, "attention.baseline=moving-average", "attention.entropy_bonus=0.1")
+    model, found = experiment.model.train(), []
+    batch = experiment.collate(torch.arange(5))
+    with_cost = experiment.collate(torch.arange(5, 11))
+    for given in (batch, experiment.pad(batch)):
+        copy = deepcopy(model)
+        # the average cost of choices is known from another batch
+        experiment.nll(copy, with_cost)
+        experiment.nll(copy, given).backward()
+        found.append([p.grad for p in copy.parameters() if p.grad is not None])
+    # float32 sums over some dozens of entries
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_steps_after_the_end_have_no_target_and_no_loss():
