@@ -71,15 +71,22 @@ def make_experiment(variant: str, *settings: str) -> CaptioningExperiment:
     return CaptioningExperiment(config, make_data())
 
 
+def some_batch(experiment: CaptioningExperiment) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a batch of few images and no long caption, and the same padded in every way there is."""
+    batch = experiment.collate((experiment.train.lengths < 8).nonzero().squeeze(1)[:6])
+    padded = experiment.pad(batch)
+    for name, axis in (("regions", 0), ("regions", 1), ("words", 1), ("positions", 0)):
+        assert padded[name].shape[axis] > batch[name].shape[axis]
+    return batch, padded
+
+
 @pytest.mark.parametrize("reduction", ["sum", "row_mean", "mean"])
 @pytest.mark.parametrize("variant", QUIET)
 def test_padded_batch_has_the_likelihood_the_kl_and_the_gradients_of_the_batch(variant, reduction):
     experiment = make_experiment(variant, f"attention.kl_reduction={reduction}")
     model = experiment.model.train()
-    # three images of 23, 6 and 14 regions, captions of 1 to 9 words
-    batch, found = experiment.collate(torch.arange(5)), []
-    padded = experiment.pad(batch)
-    assert padded["regions"].shape != batch["regions"].shape
+    batch, padded = some_batch(experiment)
+    found = []
     for given in (batch, padded):
         model.zero_grad()
         with record_kl() as kl:
@@ -104,9 +111,8 @@ def test_padding_leaves_the_gradients_of_loud_noise_alone(variant, monkeypatch):
     monkeypatch.setattr(noise, "normal", by_place)
     experiment = make_experiment(variant, "attention.baseline=moving-average", "attention.entropy_bonus=0.1")
     model, found = experiment.model.train(), []
-    batch = experiment.collate(torch.arange(5))
-    with_cost = experiment.collate(torch.arange(5, 11))
-    for given in (batch, experiment.pad(batch)):
+    with_cost = experiment.collate(torch.arange(6, 11))
+    for given in some_batch(experiment):
         copy = deepcopy(model)
         # the average cost of choices is known from another batch
         experiment.nll(copy, with_cost)
