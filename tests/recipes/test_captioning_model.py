@@ -14,6 +14,7 @@ from bayesattn.recipes.captioning.decoding import beam_search
 from bayesattn.recipes.captioning.model import Att2in
 from bayesattn.recipes.captioning.train import CaptioningConfig, build_model
 from bayesattn.recipes.captioning.vocabulary import BOUNDARY, SPECIAL_WORDS, UNKNOWN, Vocabulary
+from helpers import no_type_checks
 
 FEATURES, REGIONS, WIDTH = 7, 5, 11
 
@@ -316,6 +317,12 @@ def test_images_do_not_disturb_each_other_in_a_beam():
     together = beam_search(model, regions, num_beams=3, max_length=6).words
     alone = [beam_search(model, regions[row : row + 1], num_beams=3, max_length=6).words for row in range(3)]
     assert torch.equal(together, torch.cat(alone))
+
+
+def test_an_unknown_decoder_mode_is_refused(monkeypatch):
+    no_type_checks(monkeypatch)
+    with pytest.raises(ValueError, match="decoder_mode is 'never'; allowed: 'auto', 'eager'"):
+        CaptioningConfig(decoder_mode="never")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_beams", 0), ("max_length", 0)])

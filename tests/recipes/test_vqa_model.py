@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from bayesattn import functional, record_kl
+from bayesattn import record_kl
 from bayesattn.config import AttentionConfig
+from bayesattn.functional import dense
 from bayesattn.nn import multihead
 from bayesattn.predict import sampling
 from bayesattn.recipes.vqa.attend import attention_maps
@@ -210,8 +211,8 @@ def test_another_number_of_regions_than_cells_is_an_error(inputs):
 
 def test_every_map_takes_the_fused_backend_where_nobody_can_look_at_numbers(inputs, monkeypatch):
     """As in a recording of CUDA launches, which is how a step's cost is measured."""
-    taken, choose = [], functional._choose
-    monkeypatch.setattr(functional, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
+    taken, choose = [], dense._choose
+    monkeypatch.setattr(dense, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
     monkeypatch.setattr(multihead, "look_once", lambda *_: None)
     small_model("BAM-WC").train()(**inputs)
     assert taken == ["blocked"] * 3 * SMALL.num_layers

@@ -27,6 +27,11 @@ def test_vectors_go_to_their_words_and_others_stay(path):
     assert embedding.tolist() == [[7.0] * 3, [7.0] * 3, [7.0] * 3, [0.5, pytest.approx(-0.01), 3.0], [4.0, 5.0, 6.0]]
 
 
+def test_the_first_word_is_found_behind_an_editors_mark(path):
+    path.write_bytes(b"\xef\xbb\xbfcircle 1 2 3\n")
+    assert list(read_vectors(path, {"circle": 3}, 3)) == [3]
+
+
 def test_a_run_begins_with_the_vectors_and_counts_them(path):
     experiment = VQAExperiment(load_config("shapes-soft", TINY), path.parent)
     words = experiment.vocabulary.word_index

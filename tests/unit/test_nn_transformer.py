@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import bayesattn as ba
-from bayesattn import functional, record_kl, sampling
+from bayesattn import record_kl, sampling
+from bayesattn.functional import dense
 from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, multihead
 
 # torch's fused path takes only an even number of heads
@@ -158,8 +159,8 @@ def test_no_warning_when_an_encoder_is_built_from_our_layer():
 
 def _backends(monkeypatch) -> list[str]:
     """Note which backend every sampled call takes."""
-    taken, choose = [], functional._choose
-    monkeypatch.setattr(functional, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
+    taken, choose = [], dense._choose
+    monkeypatch.setattr(dense, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
     return taken
 
 

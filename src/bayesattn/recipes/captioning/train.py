@@ -78,6 +78,8 @@ class CaptioningConfig:
                 raise ValueError(f"{name} is {value!r}; allowed: a finite number above 0")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout!r}; allowed: at least 0 and below 1")
+        if self.decoder_mode not in ("auto", "eager"):
+            raise ValueError(f"decoder_mode is {self.decoder_mode!r}; allowed: 'auto', 'eager'")
 
 
 def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:

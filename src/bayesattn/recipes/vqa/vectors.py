@@ -36,7 +36,8 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
     """
     vectors: dict[int, Float[Tensor, " d"]] = {}
     try:
-        with path.open(encoding="utf-8") as file:
+        # some editors put a mark before the first word
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 # from the right: a few "words" of GloVe's largest file have spaces in them
                 word, *values = line.rstrip().rsplit(" ", dim)

@@ -1,0 +1,125 @@
+"""Attention on the edges of a graph."""
+
+from typing import Literal, get_args
+
+from jaxtyping import Float
+from torch import Tensor
+
+from bayesattn import _checks, keyed
+from bayesattn.config import AttentionConfig
+from bayesattn.functional.dense import zeros_like_kl
+from bayesattn.noise import Seed
+from bayesattn.ops.precision import without_autocast
+from bayesattn.ops.prior.nodes import NodePrior
+from bayesattn.ops.segment import csr, plain, reference, support
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
+from bayesattn.ops.segment.reference import PRIOR_SCOPES, EdgeAttention, PriorScope
+
+EdgeBackend = Literal["auto", "reference", "csr", "triton"]
+EDGE_BACKENDS = get_args(EdgeBackend)
+
+
+def edge_attention(
+    scores: Float[Tensor, "e h"] | PairScores | FeatureScores,
+    value: Float[Tensor, "n h d"],
+    edges: Edges,
+    *,
+    config: AttentionConfig,
+    prior: Float[Tensor, "n prior_heads"] | NodePrior | None = None,
+    prior_scope: PriorScope = "graph",
+    dropout_p: float = 0.0,
+    seed: Seed | None = None,
+    sample: bool = True,
+    need_kl: bool = True,
+    need_weights: bool = False,
+    backend: EdgeBackend = "auto",
+) -> EdgeAttention:
+    """Bayesian attention on the edges of a graph: O_i = Σ_e W_e V_source(e), W a softmax over the edges into node i.
+
+    Dense attention with the adjacency matrix as its mask gives the same output and KL, in n² instead of e memory.
+
+    Args:
+        scores: Φ of every edge, in the order of `edges`; or what it is made of, which spares gathers and scatters where the
+            kernels run.
+        value: Features of every node that may be a source.
+        edges: The graph, from `Edges.sort`.
+        config: Which posterior, prior and conventions.
+        prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or what the kernels compute it
+            from.
+        prior_scope: `graph`: Ψ sums to one over all nodes that are somebody's source, as published; `neighbourhood`: over
+            the sources of each target, as the derivation, one softmax per row, asks.
+        dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
+        seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`); None draws
+            from torch's generator, or as `keyed_noise` says.
+        sample: False gives the posterior mean.
+        need_kl: Whether to compute the KL.
+        need_weights: Whether to compute the weights where the backend can do without.
+        backend: `auto` takes `csr` for sorted edges on a CPU, `triton` for them on a GPU, `reference` for the rest. A
+            named one runs or refuses.
+
+    Returns:
+        Output in the dtype of `value`; weights before and after dropout, None without need; KL of the graph, one entry
+        (zero for variants without one, None if not `need_kl`).
+
+    Raises:
+        ValueError: An argument has a wrong type, shape or value.
+    """
+    # of every form of the scores, device, type and heads are those of `like`
+    if isinstance(scores, Tensor):
+        _checks.edge_scores(scores, len(edges))
+        like = scores
+    elif isinstance(scores, PairScores):
+        _checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
+        like = scores.source
+    elif isinstance(scores, FeatureScores):
+        _checks.edge_features(*scores, edges.num_sources, edges.num_targets)
+        like = scores.features
+    else:
+        raise ValueError(f"scores is {type(scores).__name__}; allowed: Tensor, PairScores, FeatureScores")
+    heads = like.shape[1]
+    _checks.edge_value(value, edges.num_sources, heads)
+    given = prior.key if isinstance(prior, NodePrior) else prior
+    _checks.same_device("scores", like.device, value=value, edges=edges.source, prior=given)
+    if isinstance(prior, NodePrior):
+        _checks.edge_prior_shape(tuple(prior.key.shape[:2]), heads, edges.num_sources, config)
+    else:
+        _checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
+    _checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
+    _checks.probability("dropout_p", dropout_p)
+    _checks.choice("backend", backend, EDGE_BACKENDS)
+    sample = sample and config.is_stochastic
+    # a graph is one example
+    seed = keyed.next_seeds(1, like.device) if sample and seed is None else seed
+    wants_kl = need_kl and config.has_kl
+    chosen = _choose(backend, support.EdgeCall(like, value, edges, config, sample, dropout_p))
+    options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
+    if isinstance(prior, NodePrior):
+        prior = prior if chosen == "triton" else prior.log_prior()
+    elif prior is not None and prior.shape[1] != heads:
+        prior = prior.expand(-1, heads)
+    options["log_prior"] = prior
+    with without_autocast(like.device.type):
+        if chosen == "triton":
+            from bayesattn.ops.segment import triton
+
+            result = triton.attention(scores, value, edges, need_weights=need_weights, **options)
+        else:
+            ops = csr if chosen == "csr" else plain
+            phi = scores if isinstance(scores, Tensor) else scores.on_edges(edges, ops)
+            result = reference.attention(phi, value, edges, sample=sample, dropout_p=dropout_p, ops=ops, **options)
+    if need_kl and result.kl is None:
+        result = result._replace(kl=zeros_like_kl(like.new_zeros(1)))
+    return result
+
+
+def _choose(backend: EdgeBackend, call: support.EdgeCall) -> EdgeBackend:
+    if backend == "auto":
+        if call.scores.device.type == "cuda":
+            return "reference" if support.why_not_triton(call) else "triton"
+        return "reference" if support.why_not_csr(call) else "csr"
+    reasons = {"triton": support.why_not_triton, "csr": support.why_not_csr}
+    reason = reasons[backend](call) if backend in reasons else ""
+    if reason:
+        raise ValueError(f"backend is {backend!r}, but {reason}; allowed here: 'auto' or 'reference'")
+    return backend
