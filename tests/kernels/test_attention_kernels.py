@@ -9,25 +9,17 @@ reference formula computed in the inputs' own dtype.
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import attention
 from bayesattn.ops.attention import draws, reference, weibull, weibull_node
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
+pytestmark = MARKS
 SEED = (77 << 40) + 12345
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
 def make_mask(kind: str, b: int, h: int, m: int, n: int) -> torch.Tensor | None:

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
+from edge_truth import check_edges
+from kernel_device import DEVICE, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import edge_attention
 from bayesattn.graph import BayesianGATConv, attention
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import features, launch
@@ -16,9 +15,7 @@ from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import FeatureScores
 from bayesattn.priors import ContextualPrior
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = MARKS
 SEED = (77 << 40) + 12345
 NODES, HEADS, FEATURES, COUNT = 11, 3, 5, 53
 CONFIGS = {
@@ -29,9 +26,6 @@ CONFIGS = {
     "LC": ba.AttentionConfig("BAM-LC"),
     "NOKL": ba.AttentionConfig("BAM-NOKL"),
 }
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
 def graph(nodes: int = NODES, count: int = COUNT) -> Edges:
@@ -70,14 +64,11 @@ def results(edges, tensors, config, backend, upstream, *, slope=0.2):
 def check(config, nodes=NODES, count=COUNT, heads=HEADS, width=FEATURES, **options):
     edges, tensors = graph(nodes, count), inputs(nodes, heads, width)
     upstream = [torch.randn(nodes, heads, width, device=DEVICE), torch.tensor([-1.7], device=DEVICE)]
-    before = LAUNCHES.copy()
-    ours = results(edges, tensors, config, "triton", upstream, **options)
-    found = LAUNCHES - before
-    assert found["node_scores"] == found["edge_forward"] == found["node_grad"] == 1
-    truth = results(edges, [x.double() for x in tensors], config, "reference", upstream, **options)
-    for x, y in zip(ours, truth, strict=True):
-        # float32 against float64: sums of some hundred terms of the size of the largest
-        torch.testing.assert_close(x, y, rtol=0.0, atol=3e-5 * float(y.abs().max().clamp(min=1.0)))
+    check_edges(
+        lambda given, backend: results(edges, given, config, backend, upstream, **options),
+        tensors,
+        ("node_scores", "edge_forward", "node_grad"),
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -4,28 +4,20 @@ from collections import Counter
 
 import pytest
 import torch
+from kernel_device import DEVICE, HAS_GPU, MARKS, needs_gpu
+from replays import check_replays
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("triton")
-
-from replays import check_replays
-
 import bayesattn as ba
 from bayesattn.graph import BayesianGATConv
 from bayesattn.keyed import keyed_noise
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import Launch
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = MARKS
 NODES, IN, OUT, HEADS = 13, 5, 8, 3
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 CONFIGS = {
     "WC": ba.AttentionConfig("BAM-WC", gamma_beta=0.3),

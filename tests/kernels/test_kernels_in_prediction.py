@@ -2,20 +2,13 @@
 
 import pytest
 import torch
+from kernel_device import DEVICE, MARKS
 from torch.autograd import forward_ad
-
-pytest.importorskip("triton")
 
 import bayesattn as ba
 from bayesattn.functional import attention
-from bayesattn.ops.attention.support import INTERPRETED
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = MARKS
 
 
 def call(*tensors, variant="BAM-WF", **options):

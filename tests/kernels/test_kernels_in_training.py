@@ -2,30 +2,21 @@
 
 import pytest
 import torch
+from kernel_device import DEVICE, MARKS, needs_gpu
+from replays import check_replays
 from torch import distributed, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("triton")
-
-from replays import check_replays
-
 import bayesattn as ba
 from bayesattn.bench.harness import peak_memory
 from bayesattn.functional import attention
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 from bayesattn.priors import ContextualPrior
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = MARKS
 VARIANTS = ["BAM-NOKL", "BAM-LC", "BAM-WC"]
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
 class Block(nn.Module):

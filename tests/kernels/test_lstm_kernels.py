@@ -2,20 +2,13 @@
 
 import pytest
 import torch
+from kernel_device import DEVICE, HAS_GPU, MARKS
 
-pytest.importorskip("triton")
-
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 from bayesattn.recipes.translation.decoder import lstm_cell
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = MARKS
 TOLERANCE = 2e-5 if HAS_GPU else 3e-6
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
 def both(shape, dtype, *, has_given, uses=(True, True)):

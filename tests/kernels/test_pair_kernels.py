@@ -2,22 +2,18 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
+from edge_truth import check_edges
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import edge_attention
 from bayesattn.graph import BayesianGATConv
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 from bayesattn.ops.segment import launch, plain
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import PairScores
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
+pytestmark = MARKS
 SEED = (77 << 40) + 12345
 CONFIGS = {
     "WC": ba.AttentionConfig("BAM-WC", weibull_k=2.0, gamma_beta=0.3),
@@ -26,9 +22,6 @@ CONFIGS = {
     "LC": ba.AttentionConfig("BAM-LC"),
     "NOKL": ba.AttentionConfig("BAM-NOKL"),
 }
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
 def graph(sources: int, targets: int, count: int) -> Edges:
@@ -66,14 +59,11 @@ def check(sizes, config, **options):
     edges = graph(sources, targets, count)
     tensors = inputs(edges, h, d, config)
     upstream = [torch.randn(targets, h, d, device=DEVICE), torch.tensor([-1.7], device=DEVICE)]
-    before = LAUNCHES.copy()
-    ours = results(edges, tensors, config, "triton", upstream, **options)
-    found = LAUNCHES - before
-    assert found["edge_forward"] == found["edge_backward"] == found["edge_pair_grad"] == 1
-    truth = results(edges, [x.double() for x in tensors], config, "reference", upstream, **options)
-    for x, y in zip(ours, truth, strict=True):
-        # float32 against float64: sums of at most a hundred terms of the size of the largest
-        torch.testing.assert_close(x, y, rtol=0.0, atol=3e-5 * float(y.abs().max().clamp(min=1.0)))
+    check_edges(
+        lambda given, backend: results(edges, given, config, backend, upstream, **options),
+        tensors,
+        ("edge_forward", "edge_backward", "edge_pair_grad"),
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

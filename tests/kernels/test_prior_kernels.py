@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
+from kernel_device import DEVICE, INTERPRETED, MARKS
 
 import bayesattn as ba
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 from bayesattn.priors import ContextualPrior
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = MARKS
 
 
 def both(shape, *, valid=None, per_head=False, hidden=10, dtype=torch.float32, detach=False, spoil_masked=False):

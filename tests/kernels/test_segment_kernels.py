@@ -6,25 +6,17 @@ yardstick is the reference in float32: the kernel's error against float64 may be
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import edge_attention
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.launch import LAUNCHES
 from bayesattn.ops.segment import launch, weibull, weibull_node
 from bayesattn.ops.segment import triton as fused
 from bayesattn.ops.segment.edges import Edges
 
-HAS_GPU = torch.cuda.is_available() and not INTERPRETED
-pytestmark = [pytest.mark.kernel] + ([pytest.mark.gpu] if HAS_GPU else [])
-DEVICE = "cuda" if HAS_GPU else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
+pytestmark = MARKS
 SEED = (77 << 40) + 12345
-
-if not HAS_GPU and not INTERPRETED:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 
 def graph(sources: int, targets: int, count: int) -> Edges:

@@ -167,21 +167,14 @@ def test_graph_suite_times_every_layer_against_pyg(capsys):
     assert rows[0].ratio == 1.0
 
 
-@pytest.mark.parametrize("failing", ["", "b"])
-def test_steps_of_a_graph_are_timed_as_cuda_graphs_all_or_none(monkeypatch, capsys, failing):
-    graph = pytest.importorskip("bayesattn.bench.graph")
-
-    def recorded(step):
-        if step() == failing:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        return step
-
-    monkeypatch.setattr(graph, "recorded", recorded)
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_calls_are_timed_one_after_the_other_or_in_turns(capsys, in_turns):
+    order: list[str] = []
     suite = harness.Suite("toy", "cpu")
-    graph._run_recorded(suite, graph.Case(3, 5, 7), {"a": lambda: "a", "b": lambda: "b"})
-    assert [row.provider for row in suite.rows] == ([] if failing else ["a", "b"])
-    said = "3n 5e 7f: no CUDA graph could be recorded, so none is timed: operation not permitted when stream is capturing\n"
-    assert (said in capsys.readouterr().out) == bool(failing)
+    suite.run_all("a", "forward", {"base": lambda: order.append("a"), "other": lambda: order.append("b")}, in_turns=in_turns)
+    assert [row.provider for row in suite.rows] == ["base", "other"]
+    # with turns, the first call is heard again after the second
+    assert ("a" in order[order.index("b") :]) == in_turns
 
 
 def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):

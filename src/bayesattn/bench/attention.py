@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bayesattn.bench.harness import Row, Suite, recorded
+from bayesattn.bench.harness import HOST_CALLS_A_TURN, HOST_ROUNDS, Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import attention
 
@@ -17,10 +18,9 @@ GPU_SHAPES = [(16, 12, 512, 64), (8, 16, 2048, 64), (4, 16, 4096, 64), (4, 16, 4
 CPU_SHAPES = [(8, 8, 256, 32), (2, 4, 1024, 64)]
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
 LOGNORMAL = AttentionConfig("BAM-LC")
-# At short lengths the host sets the pace, and its speed varies: calls take turns, of many calls each. They are timed as a
-# stack, too: autograd wakes its thread once for a model, not once for a layer.
+# At short lengths the host sets the pace. They are timed as a stack, too: autograd wakes its thread once for a model, not
+# once for a layer.
 SHORT, LAYERS = 512, 12
-ROUNDS, CALLS_A_TURN = 11, 60
 
 
 def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> None:
@@ -116,7 +116,8 @@ def run(device: str, shapes: list[tuple[int, int, int, int]] | None = None) -> l
             _run_on_gpu(suite, case, calls, is_short)
             if is_short:
                 stack = _trained(Calls(shape, device, dtype, LAYERS))
-                suite.compare(case, f"fwd+bwd, {LAYERS} layers", stack, rounds=ROUNDS, calls_a_turn=CALLS_A_TURN // LAYERS)
+                turn = HOST_CALLS_A_TURN // LAYERS
+                suite.compare(case, f"fwd+bwd, {LAYERS} layers", stack, rounds=HOST_ROUNDS, calls_a_turn=turn)
         else:
             suite.run(case, "sdpa", "fwd+bwd", calls.soft(None))
             suite.run(case, "BAM-WC", "fwd+bwd", calls.bayesian("auto"))
@@ -137,13 +138,7 @@ def _trained(calls: Calls) -> dict[str, Callable[[], None]]:
 
 
 def _run_on_gpu(suite: Suite, case: str, calls: Calls, is_short: bool) -> None:
-    def measure(mode: str, found: dict[str, Callable[[], object]]) -> None:
-        if is_short:
-            suite.compare(case, mode, found, rounds=ROUNDS, calls_a_turn=CALLS_A_TURN)
-        else:
-            for provider, call in found.items():
-                suite.run(case, provider, mode, call)
-
+    measure = partial(suite.run_all, case, in_turns=is_short)
     flash = SDPBackend.FLASH_ATTENTION
     trained = _trained(calls)
     measure("fwd+bwd", {**trained, "sdpa cudnn": calls.soft(SDPBackend.CUDNN_ATTENTION)})

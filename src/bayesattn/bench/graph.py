@@ -1,6 +1,5 @@
 """Graph attention layers: Bayesian GAT against PyG's `GATConv` on the same random graph, whole layer, forward + backward."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -18,9 +17,8 @@ from bayesattn.recording import record_kl
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
 NO_KL = AttentionConfig("BAM-NOKL", weibull_k=10.0)
 HEADS = FEATURES = 8
-# Up to so many edges the host sets the pace on a GPU, and its speed varies: layers take turns, of many calls each.
+# up to so many edges the host sets the pace on a GPU
 SMALL = 1_000_000
-ROUNDS, CALLS_A_TURN = 11, 60
 
 
 class Case(NamedTuple):
@@ -66,19 +64,16 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
     """Time forward + backward, and the forward of Monte Carlo prediction, for every graph and layer."""
     suite = Suite("graph", device)
     backends: tuple[EdgeBackend, ...] = ("reference", "triton") if device == "cuda" else ("csr", "reference")
-    steps: list[tuple[Case, dict[str, Callable[[], None]]]] = []
     for case in cases or (GPU_CASES if device == "cuda" else CPU_CASES):
         for backend in backends:
             check(case, device, backend)
-        steps.append((case, _run_case(suite, case, device, backends)))
-    # last, for what a capture that fails leaves behind
-    for case, calls in steps if device == "cuda" else ():
-        _run_recorded(suite, case, {name: calls[name] for name in ("GATConv", "BAM-NOKL triton", "BAM-WC triton")})
+        _run_case(suite, case, device, backends)
     return suite.rows
 
 
-def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend, ...]) -> dict[str, Callable[[], None]]:
-    """Time every layer on one graph and return their training steps."""
+def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend, ...]) -> None:
+    """Time every layer on one graph; on a GPU, those whose ratio counts as CUDA graphs too, what the device alone takes."""
+    measure = partial(suite.run_all, str(case), in_turns=device == "cuda" and case.edges <= SMALL)
     torch.manual_seed(0)
     index = torch.randint(0, case.nodes, (2, case.edges), device=device)
     x = torch.randn(case.nodes, case.in_features, device=device)
@@ -89,29 +84,12 @@ def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend
         layers[f"BAM-NOKL {backend}"] = BayesianGATConv(**sizes, config=NO_KL, backend=backend)
         layers[f"BAM-WC {backend}"] = BayesianGATConv(**sizes, config=CONFIG, backend=backend)
     steps = {name: training_step(layer.to(device), x, index, upstream, "WC" in name) for name, layer in layers.items()}
-    _time(suite, case, "fwd+bwd", steps)
+    measure("fwd+bwd", steps)
     with torch.no_grad():
-        _time(suite, case, "forward", {name: partial(layer, x, index) for name, layer in layers.items() if "WC" not in name})
-    return steps
-
-
-def _time(suite: Suite, case: Case, mode: str, calls: Mapping[str, Callable[[], object]]) -> None:
-    """Time calls one after the other, or in turns where the host sets the pace."""
-    if suite.device == "cuda" and case.edges <= SMALL:
-        suite.compare(str(case), mode, calls, rounds=ROUNDS, calls_a_turn=CALLS_A_TURN)
-    else:
-        for name, call in calls.items():
-            suite.run(str(case), name, mode, call)
-
-
-def _run_recorded(suite: Suite, case: Case, steps: dict[str, Callable[[], None]]) -> None:
-    """Time the same steps as CUDA graphs: what the device alone takes. All of them or none, or there would be no ratios."""
-    try:
-        replays = {name: recorded(step) for name, step in steps.items()}
-    except RuntimeError as error:
-        print(f"{case}: no CUDA graph could be recorded, so none is timed: {str(error).splitlines()[0]}", flush=True)
-        return
-    _time(suite, case, "fwd+bwd, CUDA graph", replays)
+        measure("forward", {name: partial(layer, x, index) for name, layer in layers.items() if "WC" not in name})
+    if device == "cuda":
+        shown = ("GATConv", "BAM-NOKL triton", "BAM-WC triton")
+        measure("fwd+bwd, CUDA graph", {name: recorded(steps[name]) for name in shown})
 
 
 def training_step(layer: nn.Module, x: Tensor, index: Tensor, upstream: Tensor, with_kl: bool):

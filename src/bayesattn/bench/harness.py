@@ -19,6 +19,8 @@ import torch
 
 # on a GPU a turn is this many calls, if nothing else is said
 CALLS_A_TURN = 4
+# and where the host sets the pace: rounds, and so many calls that it runs ahead as in training
+HOST_ROUNDS, HOST_CALLS_A_TURN = 11, 60
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,10 @@ def recorded(call: Callable[[], object]) -> Callable[[], None]:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with warnings.catch_warnings(), torch.cuda.graph(graph):
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            call()
-    finally:
-        # where a capture fails, torch may not come to leave its stream
-        torch.cuda.set_stream(current)
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings(), torch.cuda.graph(graph):
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        call()
     return partial(_replay, graph, call)
 
 
@@ -166,6 +164,14 @@ class Suite:
         median, low, high = measure(call, device=self.device)
         baseline = next((row.median_ms for row in self.rows if (row.case, row.mode) == (case, mode)), median)
         return self._keep(case, provider, mode, (median, low, high), memory, median / baseline)
+
+    def run_all(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, in_turns: bool) -> None:
+        """Measure calls one after the other; or in turns, where a host of varying speed sets the pace."""
+        if in_turns:
+            self.compare(case, mode, calls, rounds=HOST_ROUNDS, calls_a_turn=HOST_CALLS_A_TURN)
+        else:
+            for provider, call in calls.items():
+                self.run(case, provider, mode, call)
 
     def compare(
         self,
