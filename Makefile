@@ -4,7 +4,7 @@ BIN := .venv/bin
 # oneDNN's AMX kernels crash on machines that advertise AMX but do not grant it; one thread per test worker
 TEST_ENV := ONEDNN_MAX_CPU_ISA=AVX512_CORE OMP_NUM_THREADS=1 MPLBACKEND=Agg
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
-TYPES := --jaxtyping-packages=bayesattn,beartype.beartype
+TYPES := --jaxtyping-packages=bayesattn,bayesattn_recipes,beartype.beartype
 WORKERS ?= 2
 
 .PHONY: help setup demo test test-all test-compile test-kernels test-docs test-gpu soak lint fmt ci clean
@@ -14,9 +14,9 @@ help:            ## what there is
 
 setup: .venv/.installed  ## build the environment in .venv
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml recipes/pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e './recipes[all]'
 	touch $@
 
 demo: setup      ## train soft and Bayesian attention side by side on embedded data
@@ -36,7 +36,7 @@ test-kernels: setup  ## Triton kernels in the interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m 'kernel and not gpu' tests/kernels
 
 test-docs: setup ## doctests
-	$(PYTEST) --doctest-modules src/bayesattn
+	$(PYTEST) --doctest-modules src/bayesattn recipes/bayesattn_recipes
 
 test-gpu: setup  ## on a machine with a GPU
 	$(PYTEST) -m gpu tests

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv
 
 from bayesattn.bench.harness import measure_in_turn, versions
-from bayesattn.graph import BayesianGATConv
-from bayesattn.recipes._loop import train
-from bayesattn.recipes._train import one_thread, seed_everything
-from bayesattn.recipes.graph.data import Graph
-from bayesattn.recipes.graph.train import GraphConfig, GraphExperiment, build_optimizer, fit, load_config, load_config_graph
-from bayesattn.runs import write_csv
+from bayesattn.evaluation.runs import write_csv
+from bayesattn.evaluation.threads import one_thread
+from bayesattn.integrations.pyg import BayesianGATConv
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.graph.data import Graph
+from bayesattn_recipes.graph.train import GraphConfig, GraphExperiment, build_optimizer, fit, load_config, load_config_graph
 
 
 class PyGNetwork(nn.Module):

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesattn.recipes._vision.annotations import Question
-from bayesattn.recipes.vqa.data import DataConfig, Split, load_splits
-from bayesattn.recipes.vqa.vocabulary import tokenize
+from bayesattn_recipes.vision.annotations import Question
+from bayesattn_recipes.vqa.data import DataConfig, Split, load_splits
+from bayesattn_recipes.vqa.vocabulary import tokenize
 
 NUM_FOLDS, EPOCHS, BATCH, LEARNING_RATE = 10, 12, 256, 0.01
 # of a question; the longest has fewer than this many pieces that occur twice

@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 
 from bayesattn.bench.conversion import ALBERT_BASE, SMALL, Case
 from bayesattn.convert import bayesianize
-from bayesattn.recipes._loop import train
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recipes.language.features import Collator
-from bayesattn.recipes.language.fit import FineTuning
-from bayesattn.recipes.language.model import set_up
-from bayesattn.recipes.language.prepare import Split
-from bayesattn.recipes.language.tasks import TASKS
-from bayesattn.recipes.language.train import load_config
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.language.features import Collator
+from bayesattn_recipes.language.fit import FineTuning
+from bayesattn_recipes.language.model import set_up
+from bayesattn_recipes.language.prepare import Split
+from bayesattn_recipes.language.tasks import TASKS
+from bayesattn_recipes.language.train import load_config
 
 CASES = [
     Case("albert-base", "albert", ALBERT_BASE, batch=16, length=512, padding=128),

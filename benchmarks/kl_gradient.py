@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bayesattn import record_kl
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recipes.language.train import LanguageExperiment, load_config
-from bayesattn.runs import write_bytes
+from bayesattn.evaluation.runs import write_bytes
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.language.train import LanguageExperiment, load_config
 
 CASES = {
     "detach_keys true": [],

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesattn as ba
-from bayesattn.recipes._loop import Experiment, TrainingConfig, train
-from bayesattn.recipes._train import seed_everything
-from bayesattn.runs import write_csv
+from bayesattn.evaluation.runs import write_csv
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, train
 
 TOKENS, WIDTH, LAYERS, HEADS, CLASSES = 64, 256, 4, 4, 10
 SHARE, WARM_UP, STEPS = 16, 2, 24

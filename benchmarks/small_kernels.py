@@ -16,7 +16,7 @@ import triton.testing
 
 from bayesattn.ops.attention import kl_kernels
 from bayesattn.ops.attention.launch import blocks_of, layout, padded
-from bayesattn.ops.launch import prepared
+from bayesattn.ops.common.launch import prepared
 from bayesattn.ops.prior import kernels
 from bayesattn.ops.prior import triton as prior_ops
 

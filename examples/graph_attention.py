@@ -39,14 +39,14 @@ def main(epochs: int) -> float:
     for epoch in range(epochs):
         model.train()
         optimizer.zero_grad()
-        with ba.record_kl() as kl:
+        with ba.record_kl(model) as kl:
             nll = F.cross_entropy(model(x, edge_index)[train], labels[train])
         # one graph, 20 labels: they share its KL
         loss = ba.elbo(nll, kl.total(), kl_weight=schedule(epoch), labels_per_example=float(len(train)))
         loss.loss.backward()
         optimizer.step()
     # a graph cannot be repeated like a batch, so one draw at a time
-    prediction = ba.predict(model, [x, edge_index], num_samples=20, chunk_size=1, seed=0)
+    prediction = ba.predict(model, [x, edge_index], num_samples=20, seed=0)
     right = (prediction.mean.argmax(dim=-1) == labels)[20:]
     sure = (prediction.entropy <= prediction.entropy[20:].median())[20:]
     print(f"accuracy {right.float().mean():.3f}; of the surer half {right[sure].float().mean():.3f}")

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize
-from bayesattn.hf import SampledGenerations, generate
+from bayesattn.integrations.hf import SampledGenerations, generate
 
 
 def main(num_samples: int) -> SampledGenerations:

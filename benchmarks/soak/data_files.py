@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bayesattn.recipes._vision.features import NpzFolder, load_grid_features, read_regions, write_regions
-from bayesattn.recipes._vision.images import ImageSource, decode_image
-from bayesattn.recipes.captioning import data as captioning
-from bayesattn.recipes.captioning.vocabulary import Vocabulary as CaptionWords
-from bayesattn.recipes.graph.data import load_heterophilous
-from bayesattn.recipes.graph.pickles import read_pickle
-from bayesattn.recipes.language import squad
-from bayesattn.recipes.language.data import load_own, read_examples
-from bayesattn.recipes.language.tasks import TASKS
-from bayesattn.recipes.translation.text import read_pairs, read_tab_separated
-from bayesattn.recipes.translation.vocabulary import Vocabulary as Pieces
-from bayesattn.recipes.vqa import daquar, vqa2
-from bayesattn.recipes.vqa.vocabulary import Vocabulary as QuestionWords
+from bayesattn_recipes.captioning import data as captioning
+from bayesattn_recipes.captioning.vocabulary import Vocabulary as CaptionWords
+from bayesattn_recipes.graph.data import load_heterophilous
+from bayesattn_recipes.graph.pickles import read_pickle
+from bayesattn_recipes.language import squad
+from bayesattn_recipes.language.data import load_own, read_examples
+from bayesattn_recipes.language.tasks import TASKS
+from bayesattn_recipes.translation.text import read_pairs, read_tab_separated
+from bayesattn_recipes.translation.vocabulary import Vocabulary as Pieces
+from bayesattn_recipes.vision.features import NpzFolder, load_grid_features, read_regions, write_regions
+from bayesattn_recipes.vision.images import ImageSource, decode_image
+from bayesattn_recipes.vqa import daquar, vqa2
+from bayesattn_recipes.vqa.vocabulary import Vocabulary as QuestionWords
 
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 2**70, 0.5, float("nan"), float("inf"), "", "1", "x" * 300, "\ud800", [], [1, [2]], {}, {"a": 1},

@@ -21,10 +21,12 @@ from pathlib import Path
 import torch
 from data_files import DataTargets
 
-from bayesattn import recipes, runs
-from bayesattn.recipes import _runs, _state
-from bayesattn.recipes._train import build_config, load_yaml, override
-from bayesattn.recipes.digits.train import DigitsConfig
+import bayesattn_recipes as recipes
+from bayesattn.evaluation import runs
+from bayesattn_recipes.common import runs as _runs
+from bayesattn_recipes.common import state
+from bayesattn_recipes.common.config import build_config, load_yaml, override
+from bayesattn_recipes.digits.train import DigitsConfig
 
 SECONDS = 10
 LONGEST_MESSAGE = 5000
@@ -87,7 +89,7 @@ class Targets:
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.folder, self.draw = folder, draw
-        configs = recipes.config_folder("digits")
+        configs = recipes.DIGITS.config_folder
         self.configs = [path.read_bytes() for path in sorted(configs.glob("*.yaml"))]
         run = folder / "run"
         runs.write_run(run, recipe="digits", variant="BAM-WC", config={"seed": 0, "training": {"epochs": 2}}, seed=0)
@@ -95,7 +97,7 @@ class Targets:
         splits = {"test": runs.SplitPredictions({"attention": samples}, torch.zeros(3, dtype=torch.int64))}
         runs.write_predictions(run, runs.Predictions(splits, list("abcd"), ["attention"], 0, (1, 2)))
         runs.write_log(run, [{"epoch": 0, "loss": 0.5}])
-        _state.write_state(run / "state.safetensors", _state.flatten({"a": [1, 2.5, (None, torch.ones(3))], 4: "x"}))
+        state.write_state(run / "state.safetensors", state.flatten({"a": [1, 2.5, (None, torch.ones(3))], 4: "x"}))
         self.files = {name: (run / name).read_bytes() for name in ("run.json", "log.jsonl", "state.safetensors")}
         self.files["predictions.safetensors"] = (run / "predictions.safetensors").read_bytes()
         self.run = run
@@ -106,7 +108,7 @@ class Targets:
             "setting": lambda: override({"attention": {"k": 1}}, [_text(draw)]),
             "run.json": lambda: self.file("run.json", lambda: _runs.load_run_config(run, DigitsConfig, "digits")),
             "log.jsonl": lambda: self.file("log.jsonl", lambda: _runs.read_log(run)),
-            "state": lambda: self.file("state.safetensors", lambda: _state.read_state(run / "state.safetensors")),
+            "state": lambda: self.file("state.safetensors", lambda: state.read_state(run / "state.safetensors")),
             "predictions' metadata": self.predictions_metadata,
             "predictions": lambda: self.file("predictions.safetensors", lambda: runs.read_predictions(run)),
             **DataTargets(folder, draw, mutate).all,

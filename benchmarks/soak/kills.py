@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from bayesattn import recipes
-from bayesattn.recipes._checkpoints import Checkpoints
+import bayesattn_recipes as recipes
+from bayesattn_recipes.common.checkpoints import Checkpoints
 
 TIMES = ("finished", "train_seconds")
 KINDS = ("any_moment", "in_training", "in_a_write")
@@ -101,7 +101,7 @@ def main() -> None:
 
 def torment(recipe: str, small: Small, settings: list[str], data: Path | None, num_kills: int, seed: int) -> dict[str, Any]:
     """Kill and resume runs of one recipe until there were `num_kills`; returns what was counted, or fails."""
-    module = recipes.load(recipe, "train")
+    module = recipes.RECIPES[recipe].load("train")
     config = module.load_config(small.config, [*small.settings, *settings, "training.checkpoint_steps=1"])
     draw, began = random.Random(f"{recipe} {seed}"), time.monotonic()
     # what a child has done, in memory that outlives it

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bayesattn.recipes.digits.train import load_config, train_run
+from bayesattn_recipes.digits.train import load_config, train_run
 
 ALLOWED_MIB = 8.0
 SETTINGS = ("train_size=40", "training.batch_size=10", "width=8", "num_heads=2", "training.noise=keyed")

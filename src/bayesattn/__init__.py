@@ -1,16 +1,16 @@
 """Bayesian attention for PyTorch: sampled attention weights, key-dependent priors, honest uncertainty."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bayesattn import functional, metrics, nn
-from bayesattn.config import AttentionConfig
-from bayesattn.objective import KLSchedule, elbo
-from bayesattn.predict import Prediction, predict, sampling
-from bayesattn.recording import record_kl
+from bayesattn.optional import lazy_names
 
 if TYPE_CHECKING:
+    from bayesattn import convert, functional, metrics, nn
+    from bayesattn.config import AttentionConfig
     from bayesattn.convert import bayesianize, load_bayesian, restore, save_bayesian, tune_noise
+    from bayesattn.kl import record_kl
+    from bayesattn.objective import KLSchedule, elbo
+    from bayesattn.prediction import Prediction, predict, sampling
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "KLSchedule",
     "Prediction",
     "bayesianize",
+    "convert",
     "elbo",
     "functional",
     "load_bayesian",
@@ -32,11 +33,22 @@ __all__ = [
     "tune_noise",
 ]
 
-_CONVERT = ("bayesianize", "load_bayesian", "restore", "save_bayesian", "tune_noise")
-
-
-def __getattr__(name: str) -> Any:
-    # conversion knows many foreign models; it is imported when it is first used
-    if name in _CONVERT:
-        return getattr(import_module("bayesattn.convert"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker reads the imports above; a __getattr__ would make it accept every name
+    # torch takes seconds to import, and `bayesattn --help` comes through here
+    _LATE = {
+        "config": ("AttentionConfig",),
+        "convert": ("bayesianize", "load_bayesian", "restore", "save_bayesian", "tune_noise"),
+        "objective": ("KLSchedule", "elbo"),
+        "kl": ("record_kl",),
+        "prediction": ("Prediction", "predict", "sampling"),
+    }
+    _MODULES = (
+        "config", "convert", "distributions", "divergences", "functional", "kl", "metrics", "nn", "noise", "objective",
+        "priors",
+    )  # fmt: skip
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        __all__,
+        {name: f"bayesattn.{name}" for name in _MODULES}
+        | {name: f"bayesattn.{module}" for module, names in _LATE.items() for name in names},
+    )

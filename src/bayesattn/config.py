@@ -3,15 +3,21 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from bayesattn._numbers import check_positive
+from bayesattn.numbers import check_positive
 
 Family = Literal["weibull", "lognormal"]
 PriorKind = Literal["fixed", "contextual"]
+Variant = Literal["soft", "BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC"]
+Preset = Literal["paper", "official-code", "default"]
+ScoreForm = Literal["raw", "log_softmax"]
+AlphaForm = Literal["psi", "beta_psi"]
+MuForm = Literal["psi", "log_psi"]
+KLReduction = Literal["sum", "row_mean", "mean"]
 
 # variant: posterior family, prior kind (None: no KL). `soft` has no noise at all.
-VARIANTS: dict[str, tuple[Family | None, PriorKind | None]] = {
+VARIANTS: dict[Variant, tuple[Family | None, PriorKind | None]] = {
     "soft": (None, None),
     "BAM-NOKL": ("weibull", None),
     "BAM-LF": ("lognormal", "fixed"),
@@ -21,19 +27,19 @@ VARIANTS: dict[str, tuple[Family | None, PriorKind | None]] = {
 }
 
 # the conventions on which the paper, its code and this library differ; docs/deviations.md gives the reasons
-PRESETS: dict[str, dict[str, str]] = {
+PRESETS: dict[Preset, dict[str, str]] = {
     "paper": {"score_form": "raw", "alpha_form": "psi", "mu_form": "psi", "kl_reduction": "sum"},
     "official-code": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "mean"},
     "default": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "row_mean"},
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "variant": tuple(VARIANTS),
-    "preset": tuple(PRESETS),
-    "score_form": ("raw", "log_softmax"),
-    "alpha_form": ("psi", "beta_psi"),
-    "mu_form": ("psi", "log_psi"),
-    "kl_reduction": ("sum", "row_mean", "mean"),
+    "variant": get_args(Variant),
+    "preset": get_args(Preset),
+    "score_form": get_args(ScoreForm),
+    "alpha_form": get_args(AlphaForm),
+    "mu_form": get_args(MuForm),
+    "kl_reduction": get_args(KLReduction),
 }
 
 
@@ -64,9 +70,9 @@ class AttentionConfig:
     """
 
     # a subclass that knows more variants lists them here (`baselines.AttentionChoice`)
-    allowed_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
+    allowed_variants: ClassVar[tuple[str, ...]] = get_args(Variant)
 
-    variant: str = "BAM-WC"
+    variant: Variant = "BAM-WC"
     _: dataclasses.KW_ONLY
     weibull_k: float = 5.0
     gamma_alpha: float = 0.1
@@ -77,11 +83,11 @@ class AttentionConfig:
     prior_hidden_dim: int = 10
     prior_per_head: bool = False
     detach_keys: bool = False
-    preset: str = "default"
-    score_form: str | None = None
-    alpha_form: str | None = None
-    mu_form: str | None = None
-    kl_reduction: str | None = None
+    preset: Preset = "default"
+    score_form: ScoreForm | None = None
+    alpha_form: AlphaForm | None = None
+    mu_form: MuForm | None = None
+    kl_reduction: KLReduction | None = None
 
     def __post_init__(self) -> None:
         choices = {**CHOICES, "variant": self.allowed_variants}

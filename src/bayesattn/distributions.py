@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Gamma, LogNormal, Weibull
 
-from bayesattn._numbers import check_positive
+from bayesattn.numbers import check_positive
 
 EULER_GAMMA = 0.5772156649015329
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributions import Gamma, Weibull
 from torch.distributions.kl import register_kl
 
-from bayesattn._numbers import check_positive
 from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
+from bayesattn.numbers import check_positive
 
 
 def kl_weibull_gamma(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.common.precision import upcast
 from bayesattn.ops.prior.nodes import NodePrior
 
 # the fused network holds a block of keys and the whole first matrix in registers
@@ -137,6 +137,7 @@ class ContextualPrior(nn.Module):
             and key.shape[-1] <= LARGEST_KEY_DIM
             and self.weight_in.shape[-1] <= LARGEST_HIDDEN_DIM
             and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
         )
 
     def extra_repr(self) -> str:

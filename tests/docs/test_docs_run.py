@@ -13,8 +13,10 @@ import typer.main
 from bayesattn.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("README.md")])
+PAGES = sorted([ROOT / "README.md", *(p for folder in ("docs", "src", "recipes") for p in (ROOT / folder).rglob("*.md"))])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# a text block right after a Python block is what the latter prints
+OUTPUT = re.compile(r"^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -43,6 +45,8 @@ def test_python_blocks_of_a_page_run_in_order(page, tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
+    for shown in OUTPUT.findall(page.read_text(encoding="utf-8")):
+        assert shown in result.stdout
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for page in PAGES for words in commands(page)])
@@ -76,5 +80,7 @@ def test_the_two_commands_of_the_readme_are_targets(target):
 
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+        # an indexed call in a code block looks like a link
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", prose):
             assert (page.parent / target).exists(), f"{page_name(page)} links to {target}"

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch_geometric")
 
-from bayesattn.recipes.graph import again, compare
+from bayesattn_recipes.graph import again, compare
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 

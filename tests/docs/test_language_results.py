@@ -9,9 +9,9 @@ from statistics import fmean
 
 import pytest
 
-from bayesattn.recipes._tables import paired, show
-from bayesattn.recipes.language.train import CONFIGS
-from bayesattn.report.aggregate import over_runs
+from bayesattn.evaluation.aggregate import over_runs
+from bayesattn_recipes.common.tables import paired, show
+from bayesattn_recipes.language.train import CONFIGS
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 METRICS = {"MRPC": "accuracy", "CoLA": "matthews", "RTE": "accuracy", "SST-2": "accuracy", "STS-B": "pearson"}

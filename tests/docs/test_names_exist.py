@@ -34,7 +34,7 @@ def test_every_place_of_the_notation_table_exists(name):
 
 @pytest.mark.parametrize("name", [n for n in _cells("notation.md", 3) if n not in ("log_s", "prior_weights")])
 def test_every_name_of_the_notation_table_is_used_in_the_code(name):
-    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    sources = "".join(path.read_text() for folder in ("src", "recipes") for path in (ROOT / folder).rglob("*.py"))
     assert re.search(rf"\b{name}\b", sources)
 
 
@@ -47,4 +47,4 @@ def test_every_test_of_the_paper_map_exists(path):
 def test_every_function_of_the_paper_map_exists(name):
     dotted = re.sub(r"\(.*\)", "", name)
     if dotted != "eval":
-        _resolve(f"bayesattn.{dotted}")
+        _resolve(dotted if dotted.startswith("bayesattn") else f"bayesattn.{dotted}")

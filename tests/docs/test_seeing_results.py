@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bayesattn.recipes._tables import paired, show
-from bayesattn.recipes.captioning import reproduce as captioning
-from bayesattn.recipes.captioning import train as captioning_train
-from bayesattn.recipes.vqa import reproduce as vqa
-from bayesattn.recipes.vqa import train as vqa_train
-from bayesattn.recipes.vqa.tables import render
-from bayesattn.report.aggregate import over_runs
+from bayesattn.evaluation.aggregate import over_runs
+from bayesattn_recipes.captioning import reproduce as captioning
+from bayesattn_recipes.captioning import train as captioning_train
+from bayesattn_recipes.common.tables import paired, show
+from bayesattn_recipes.vqa import reproduce as vqa
+from bayesattn_recipes.vqa import train as vqa_train
+from bayesattn_recipes.vqa.tables import render
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "results"

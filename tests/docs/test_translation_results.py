@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bayesattn.recipes._tables import show, show_p
-from bayesattn.recipes.translation.reproduce import VARIANTS
-from bayesattn.recipes.translation.train import CONFIGS
-from bayesattn.report.aggregate import over_runs
+from bayesattn.evaluation.aggregate import over_runs
+from bayesattn_recipes.common.tables import show, show_p
+from bayesattn_recipes.translation.reproduce import VARIANTS
+from bayesattn_recipes.translation.train import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

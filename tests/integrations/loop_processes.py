@@ -21,11 +21,11 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from loop_experiment import TinyConfig, TinyExperiment, training
 
 from bayesattn import AttentionConfig, KLSchedule
-from bayesattn.recipes import _runs
-from bayesattn.recipes._checkpoints import Checkpoints
-from bayesattn.recipes._loop import train
-from bayesattn.recipes._state import whole
-from bayesattn.recipes._train import seed_everything
+from bayesattn_recipes.common import runs
+from bayesattn_recipes.common.checkpoints import Checkpoints
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.common.state import whole
 
 # float64, where order of summation changes the 16th digit only; dropout draws by process, so none here
 COMMON = {"keep": "last", "noise": "keyed", "clip_norm": 0.7}
@@ -114,7 +114,7 @@ def interrupted(out: Path, stop_at: int, *, is_sharded: bool = False) -> None:
             raise Stopped
 
     try:
-        _runs.train_run("tiny", config, lambda: TinyExperiment(config), out, on_progress, resume=True)
+        runs.train_run("tiny", config, lambda: TinyExperiment(config), out, on_progress, resume=True)
     except Stopped:
         assert Checkpoints(out, {}).paths()
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bayesattn as ba
-from bayesattn import record_kl
+from bayesattn import elbo, record_kl
 
 MODES = {"plain": None, "non-reentrant": False, "reentrant": True}
 VARIANTS = ["BAM-WC", "BAM-LC", "BAM-WF"]
@@ -83,6 +83,24 @@ def test_gradients_equal_the_plain_model(variant, mode, inside, keep):
     changed = [name for name in without if not torch.allclose(plain[name], without[name])]
     assert "attentions.0.in_proj_weight" in changed  # the KL matters here, so that equality below means something
     _assert_same(_step(model, mode, inside=inside, keep=keep), plain)
+
+
+@pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
+def test_a_capped_weight_is_carried_too(mode):
+    model, x = _Model("BAM-WC"), torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+
+    def step(mode: str) -> dict[str, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(5)
+        with record_kl() as kl:
+            output = model(x, mode)
+        parts = elbo(output.square().mean(), kl.total())
+        # below 1, so it is the cap that decides
+        assert 0.0 < parts.kl_weight.item() < 0.5
+        parts.loss.backward()
+        return _gradients(model)
+
+    _assert_same(step(mode), step("plain"))
 
 
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])

@@ -161,3 +161,13 @@ def test_a_training_step_compiles_with_inductor():
         elbo(output.square().mean(), kl.total(), kl_weight=0.3).loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     _assert_close(_gradients(module), _gradients(plain))
+
+
+def test_the_cap_is_compiled_whole_and_the_same():
+    def loss(nll: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+        return elbo(nll, kl, kl_weight=0.7).loss
+
+    inputs = torch.tensor(2.0), torch.tensor(60.0)
+    assert (
+        torch.compile(loss, backend="eager", fullgraph=True)(*inputs).item() == loss(*inputs).item() == pytest.approx(2.02)
+    )

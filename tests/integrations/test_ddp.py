@@ -39,7 +39,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 def _step(model: nn.Module, x: torch.Tensor, labels: torch.Tensor, kl_weight: float) -> None:
     with record_kl() as kl:
         logits = model(x)
-    elbo(nn.functional.cross_entropy(logits, labels), kl.total(), kl_weight=kl_weight).loss.backward()
+    elbo(nn.functional.cross_entropy(logits, labels), kl.total(), kl_weight=kl_weight, max_share=None).loss.backward()
 
 
 def _train_mode(model: nn.Module, sampled: bool) -> nn.Module:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.ops.common.launch import LAUNCHES
 
 
 def check_edges(results: Callable[[list[Tensor], str], list[Tensor]], tensors: list[Tensor], kernels: Sequence[str]) -> None:

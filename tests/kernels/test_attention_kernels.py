@@ -13,10 +13,11 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import attention
-from bayesattn.ops.attention import draws, reference, weibull, weibull_node
+from bayesattn.ops.attention import reference, weibull, weibull_node
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.ops.common import draws
+from bayesattn.ops.common.launch import LAUNCHES
 
 pytestmark = MARKS
 SEED = (77 << 40) + 12345

@@ -7,8 +7,8 @@ from kernel_device import DEVICE, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import edge_attention
-from bayesattn.graph import BayesianGATConv, attention
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.integrations.pyg import BayesianGATConv, attention
+from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import features, launch
 from bayesattn.ops.segment.edges import Edges

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bayesattn as ba
-from bayesattn.graph import BayesianGATConv
-from bayesattn.keyed import keyed_noise
-from bayesattn.ops.launch import Launch
+from bayesattn.integrations.pyg import BayesianGATConv
+from bayesattn.noise.keyed import keyed_noise
+from bayesattn.ops.common.launch import Launch
 
 pytestmark = MARKS
 NODES, IN, OUT, HEADS = 13, 5, 8, 3
@@ -81,7 +81,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_the_kl_adds_five_launches_and_two_operations_to_a_step(monkeypatch):
-    from bayesattn.graph import attention
+    from bayesattn.integrations.pyg import attention
 
     launched: Counter[str] = Counter()
     # the interpreter has operations of its own; and on a GPU the same tensor is known to be the same

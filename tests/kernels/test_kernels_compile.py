@@ -75,7 +75,7 @@ def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest:
     """Run forward and backward of a graph layer, which also runs the contextual prior of many keys."""
     import bayesattn as ba
     from bayesattn import priors
-    from bayesattn.graph import BayesianGATConv
+    from bayesattn.integrations.pyg import BayesianGATConv
     from bayesattn.ops.prior import triton as prior_ops
     from bayesattn.ops.segment import launch, support
 

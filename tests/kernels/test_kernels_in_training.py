@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import bayesattn as ba
 from bayesattn.bench.harness import peak_memory
 from bayesattn.functional import attention
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.priors import ContextualPrior
 
 pytestmark = MARKS

@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_device import DEVICE, HAS_GPU, MARKS
 
-from bayesattn.ops.launch import LAUNCHES
-from bayesattn.recipes.translation.decoder import lstm_cell
+from bayesattn.ops.common.launch import LAUNCHES
+from bayesattn_recipes.translation.decoder import lstm_cell
 
 pytestmark = MARKS
 TOLERANCE = 2e-5 if HAS_GPU else 3e-6

@@ -7,8 +7,8 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import edge_attention
-from bayesattn.graph import BayesianGATConv
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.integrations.pyg import BayesianGATConv
+from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.ops.segment import launch, plain
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import PairScores
@@ -183,7 +183,7 @@ def test_a_compiled_layer_computes_scores_by_torch_operations(variant):
 
 
 def test_the_prior_in_the_same_node_is_the_prior_of_its_own(monkeypatch):
-    from bayesattn.graph import attention
+    from bayesattn.integrations.pyg import attention
 
     torch.manual_seed(3)
     layer = BayesianGATConv(5, 4, heads=3, config=CONFIGS["WC"], backend="triton").to(DEVICE)

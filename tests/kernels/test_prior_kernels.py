@@ -5,7 +5,7 @@ import torch
 from kernel_device import DEVICE, INTERPRETED, MARKS
 
 import bayesattn as ba
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.priors import ContextualPrior
 
 pytestmark = MARKS

@@ -10,7 +10,7 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import edge_attention
-from bayesattn.ops.launch import LAUNCHES
+from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.ops.segment import launch, weibull, weibull_node
 from bayesattn.ops.segment import triton as fused
 from bayesattn.ops.segment.edges import Edges

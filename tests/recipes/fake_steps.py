@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 
-from bayesattn.recipes._replay import RecordedSteps
+from bayesattn_recipes.common.replay import RecordedSteps
 
 
 class FakeSteps(RecordedSteps):

@@ -10,7 +10,7 @@ from torch import nn
 
 from bayesattn import AttentionConfig, KLSchedule
 from bayesattn import nn as bnn
-from bayesattn.recipes._loop import Experiment, TrainingConfig, num_steps
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 
 EXAMPLES, TOKENS, WIDTH, CLASSES = 23, 5, 6, 3
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from bayesattn.recipes._arrays import check_numbers, read_npz, read_packed_npy
-from bayesattn.recipes._vision.features import NpzFolder, load_grid_features
-from bayesattn.recipes.captioning.data import load_coco
-from bayesattn.recipes.graph.data import load_heterophilous
-from bayesattn.recipes.language import squad
-from bayesattn.recipes.translation.vocabulary import Vocabulary as Pieces
-from bayesattn.recipes.vqa import vqa2
-from bayesattn.recipes.vqa.vocabulary import Vocabulary as QuestionWords
-from bayesattn.runs import RunError
+from bayesattn.evaluation.runs import RunError
+from bayesattn_recipes.captioning.data import load_coco
+from bayesattn_recipes.common.arrays import check_numbers, read_npz, read_packed_npy
+from bayesattn_recipes.graph.data import load_heterophilous
+from bayesattn_recipes.language import squad
+from bayesattn_recipes.translation.vocabulary import Vocabulary as Pieces
+from bayesattn_recipes.vision.features import NpzFolder, load_grid_features
+from bayesattn_recipes.vqa import vqa2
+from bayesattn_recipes.vqa.vocabulary import Vocabulary as QuestionWords
 
 GRAPH = {
     "node_features": np.ones((6, 3), np.float32),

@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from bayesattn.recipes._vision.features import StoredRegions
-from bayesattn.recipes.captioning import data as captioning_data
-from bayesattn.recipes.captioning.batches import encode_captions, make_batch
-from bayesattn.recipes.captioning.data import SPLITS, CaptionSplit, load_data, read_token_file
-from bayesattn.recipes.captioning.explain import find_subject
-from bayesattn.recipes.captioning.train import CaptioningExperiment, load_config
-from bayesattn.recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
+from bayesattn_recipes.captioning import data as captioning_data
+from bayesattn_recipes.captioning.batches import encode_captions, make_batch
+from bayesattn_recipes.captioning.data import SPLITS, CaptionSplit, load_data, read_token_file
+from bayesattn_recipes.captioning.explain import find_subject
+from bayesattn_recipes.captioning.train import CaptioningExperiment, load_config
+from bayesattn_recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
+from bayesattn_recipes.vision.features import StoredRegions
 from data import shared_data
 
 NAMES = {"train": ["one.jpg", "two.jpg", "three.jpg"], "validation": ["four.jpg"], "test": ["five.jpg"]}

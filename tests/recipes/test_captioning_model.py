@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from bayesattn import record_kl
-from bayesattn.baselines import AttentionChoice, build_step_attention, with_score_function
-from bayesattn.recipes.captioning.batches import teacher_forced
-from bayesattn.recipes.captioning.decoding import beam_search
-from bayesattn.recipes.captioning.model import Att2in
-from bayesattn.recipes.captioning.train import CaptioningConfig, build_model
-from bayesattn.recipes.captioning.vocabulary import BOUNDARY, SPECIAL_WORDS, UNKNOWN, Vocabulary
+from bayesattn_recipes.baselines import AttentionChoice, build_step_attention, with_score_function
+from bayesattn_recipes.captioning.batches import teacher_forced
+from bayesattn_recipes.captioning.decoding import beam_search
+from bayesattn_recipes.captioning.model import Att2in
+from bayesattn_recipes.captioning.train import CaptioningConfig, build_model
+from bayesattn_recipes.captioning.vocabulary import BOUNDARY, SPECIAL_WORDS, UNKNOWN, Vocabulary
 from helpers import no_type_checks
 
 FEATURES, REGIONS, WIDTH = 7, 5, 11

@@ -9,12 +9,12 @@ from fake_steps import FakeSteps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bayesattn import noise, record_kl
-from bayesattn.recipes import _loop
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recipes._vision.features import StoredRegions
-from bayesattn.recipes.captioning.batches import IMAGE_MULTIPLE, REGION_MULTIPLE, step_nll
-from bayesattn.recipes.captioning.data import CaptionData, CaptionSplit
-from bayesattn.recipes.captioning.train import CaptioningExperiment, load_config
+from bayesattn_recipes.captioning.batches import IMAGE_MULTIPLE, REGION_MULTIPLE, step_nll
+from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit
+from bayesattn_recipes.captioning.train import CaptioningExperiment, load_config
+from bayesattn_recipes.common import loop as _loop
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.vision.features import StoredRegions
 
 TINY = [
     "width=12",

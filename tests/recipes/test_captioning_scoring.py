@@ -2,8 +2,8 @@
 
 import pytest
 
-from bayesattn.recipes.captioning import scoring
-from bayesattn.recipes.captioning.scoring import MEASURES, bleu, has_java, has_package, score
+from bayesattn_recipes.captioning import scoring
+from bayesattn_recipes.captioning.scoring import MEASURES, bleu, has_java, has_package, score
 
 CAPTIONS = ["a dog runs on the grass", "two girls play with a ball on the beach", ""]
 REFERENCES = [

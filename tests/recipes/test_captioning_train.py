@@ -12,16 +12,17 @@ from safetensors.torch import save_file
 
 from bayesattn import record_kl
 from bayesattn.cli import main
-from bayesattn.recipes._vision.features import write_regions
-from bayesattn.recipes.captioning import evaluate as captioning_evaluate
-from bayesattn.recipes.captioning import explain as explain_module
-from bayesattn.recipes.captioning import reproduce as captioning_reproduce
-from bayesattn.recipes.captioning.data import SHAPES_SEED, generate_shapes
-from bayesattn.recipes.captioning.evaluate import predict_run
-from bayesattn.recipes.captioning.explain import Subject, explain, find_subject, plot_explanation, prior_weights
-from bayesattn.recipes.captioning.reproduce import PAPER, VARIANTS, reproduce
-from bayesattn.recipes.captioning.scoring import bleu
-from bayesattn.recipes.captioning.train import (
+from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.runs import RunError, write_predictions
+from bayesattn_recipes.captioning import evaluate as captioning_evaluate
+from bayesattn_recipes.captioning import explain as explain_module
+from bayesattn_recipes.captioning import reproduce as captioning_reproduce
+from bayesattn_recipes.captioning.data import SHAPES_SEED, generate_shapes
+from bayesattn_recipes.captioning.evaluate import predict_run
+from bayesattn_recipes.captioning.explain import Subject, explain, find_subject, plot_explanation, prior_weights
+from bayesattn_recipes.captioning.reproduce import PAPER, VARIANTS, reproduce
+from bayesattn_recipes.captioning.scoring import bleu
+from bayesattn_recipes.captioning.train import (
     CONFIGS,
     CaptioningExperiment,
     caption_split,
@@ -31,9 +32,8 @@ from bayesattn.recipes.captioning.train import (
     search_options,
     train_run,
 )
-from bayesattn.recipes.captioning.vocabulary import tokenize
-from bayesattn.report import measure_run, write_report
-from bayesattn.runs import RunError, write_predictions
+from bayesattn_recipes.captioning.vocabulary import tokenize
+from bayesattn_recipes.vision.features import write_regions
 
 TINY = ["width=12", "attention_dim=5", "training.epochs=1", "training.batch_size=10", "num_beams=1", "max_length=12"]
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -316,10 +316,10 @@ def test_figure_has_a_column_for_every_word(run, data):
 
 def test_reproduce_writes_tables_and_does_not_repeat_finished_runs(data, tmp_path, monkeypatch):
     monkeypatch.setattr(captioning_reproduce, "load_data", lambda name, folder: data)
-    monkeypatch.setattr(captioning_reproduce, "load_config", lambda name: load_config(name, [*TINY, "num_beams=3"]))
     score = captioning_reproduce.score
     monkeypatch.setattr(captioning_reproduce, "score", lambda *found: score(*found, use_java=False))
     options = {"num_seeds": 2, "data": None, "out": tmp_path, "console": Console(quiet=True)}
+    options["settings"] = [*TINY, "num_beams=3"]
     table = reproduce(["shapes"], ["soft", "wc"], **options)
     text = table.read_text()
     assert all(part in text for part in ("| soft |", "| BAM-WC |", "plain tokenizer", "105.0", "Difference to soft"))
@@ -333,10 +333,9 @@ def test_reproduce_writes_tables_and_does_not_repeat_finished_runs(data, tmp_pat
 
 def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, monkeypatch):
     monkeypatch.setattr(captioning_reproduce, "load_data", lambda name, folder: data)
-    monkeypatch.setattr(captioning_reproduce, "load_config", lambda name: load_config(name, TINY))
     score = captioning_reproduce.score
     monkeypatch.setattr(captioning_reproduce, "score", lambda *found: score(*found, use_java=False))
-    options = {"data": None, "out": tmp_path, "console": Console(quiet=True)}
+    options = {"data": None, "out": tmp_path, "console": Console(quiet=True), "settings": TINY}
     with pytest.raises(RunError, match="no run on shapes has finished"):
         reproduce(["shapes"], ["soft"], num_seeds=1, minutes=0.0, **options)
     reproduce(["shapes"], ["soft"], num_seeds=1, **options)

@@ -1,10 +1,16 @@
 """The command line: every command does its job, and every mistake of the user is one line and exit code 2."""
 
+import importlib
 import json
+import subprocess
+import sys
 
 import pytest
 
+import bayesattn
+import bayesattn_recipes as recipes
 from bayesattn.cli import main
+from bayesattn.cli.registry import Recipe
 
 TINY = [
     f"--set={setting}"
@@ -25,19 +31,90 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_list_shows_every_recipe_and_config(capsys):
+def test_version(capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"bayesattn {bayesattn.__version__}\n"
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert call() == 0
+    assert "\n  doctor " in capsys.readouterr().out
+
+
+def test_help_imports_neither_torch_nor_numpy():
+    # importing torch takes seconds; a clock would measure the machine
+    code = """
+import sys
+from bayesattn.cli import main
+from bayesattn.cli.commands import app
+names = [command.name or command.callback.__name__ for command in app.registered_commands]
+for arguments in [["--help"], ["--version"], ["list"], *([name, "--help"] for name in names)]:
+    try:
+        main(arguments)
+    except SystemExit as exited:
+        assert exited.code == 0, arguments
+print(len(names), sorted({"torch", "numpy", "matplotlib", "scipy"} & set(sys.modules)), file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr == "13 []\n"
+    assert "--tensorboard" in ran.stdout
+
+
+def test_list_shows_every_recipe_and_config_a_line_for_each_data_set(capsys):
     assert call("list") == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("digits", "soft", "nokl", "lf", "lc", "wf", "wc"))
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split() for line in lines]
+    assert ["lc", "lf", "nokl", "soft", "wc", "wf", "(needs", "no", "files)"] in shown
+    assert ["generated-nokl", "generated-soft", "generated-wc", "(needs", "no", "files)"] in shown
+    assert ["tolokers-nokl", "tolokers-soft", "tolokers-wc"] in shown
+    words = {word for line in shown for word in line}
+    for recipe in recipes.RECIPES:
+        assert any(line.startswith(f"{recipe}: ") for line in lines)
+        assert set(recipes.RECIPES[recipe].config_names) <= words
 
 
-def test_doctor_shows_versions_and_backends(capsys):
+def test_doctor_shows_versions_and_every_backend(capsys):
     import torch
 
     assert call("doctor") == 0
     shown = capsys.readouterr().out
     assert torch.__version__ in shown
-    assert "backend reference on cpu" in shown
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.count("│") == 4]
+    found = [row[1:] for row in rows if row[1]]
+    assert [row[0] for row in found] == [
+        "reference",
+        "blocked",
+        "triton",
+        "reference",
+        "csr",
+        "triton",
+        "reference",
+        "triton",
+    ]
+    if not torch.cuda.is_available():
+        assert all(row[1] == "works" if row[0] != "triton" else row[1].startswith("the tensors are on") for row in found)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("no_such_package", "bayesattn list needs the extra 'all': pip install 'bayesattn[all]'"),
+        ("bayesattn.no_such_part", "internal error: ModuleNotFoundError"),
+    ],
+)
+def test_missing_extra_is_answered_with_its_pip_line(missing, message, monkeypatch, capsys):
+    monkeypatch.setattr(Recipe, "config_folder", property(lambda recipe: importlib.import_module(missing)))
+    assert call("list") == (1 if missing.startswith("bayesattn") else 2)
+    error = capsys.readouterr().err
+    assert error.startswith(f"bayesattn: {message}")
+    assert error.count("\n") == 1
+
+
+def test_missing_packages_of_the_command_line_are_answered_with_its_pip_line(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "bayesattn.cli.commands", raising=False)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert call("list") == 2
+    assert capsys.readouterr().err == "bayesattn: the command line needs the extra 'cli': pip install 'bayesattn[cli]'\n"
 
 
 def test_train_writes_a_run_with_its_settings(run):
@@ -59,6 +136,14 @@ def test_evaluate_writes_metrics_and_prints_a_table(run, capsys):
     accuracy = drawn["splits"]["test"]["metrics"]["accuracy"]
     assert 0.0 <= accuracy["low"] <= accuracy["value"] <= accuracy["high"] <= 1.0
     assert f"{accuracy['value']:.3f}" in shown
+    assert "± half a 95 % bootstrap interval over examples" in shown
+
+
+def test_without_resamples_no_interval_is_explained(run, capsys):
+    assert call("evaluate", run, "--samples", 2, "--noise", "0", "--resamples", 0) == 0
+    shown = capsys.readouterr().out
+    assert "bootstrap" not in shown
+    assert "PAvPU: paired t-test, threshold 0.05" in shown
 
 
 @pytest.mark.parametrize(
@@ -103,7 +188,7 @@ def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe is 'cats'; allowed: 'digits'"),
+        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe is 'cats'; installed are 'captioning', 'digits'"),
         (["train", "digits", "--config", "zz", "--out", "OUT"], "config is 'zz'; allowed: lc, lf, nokl, soft, wc, wf"),
         (["train", "digits", "--config", "wc"], "Missing option '--out'"),
         (["train", "digits", "--config", "wc", "--out", "OUT", "--set", "epochs"], "allowed: name=value"),
@@ -112,6 +197,15 @@ def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
             ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "attention.weibull_k=-1"],
             "weibull_k is -1.0; allowed: a finite number above 0",
         ),
+        (
+            ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "attention.prior_hidden_dim=9000000000000"],
+            "does not fit into memory; its largest number is attention.prior_hidden_dim = 9000000000000; allowed: less",
+        ),
+        (
+            ["train", "digits", "--config", "wc", "--out", "OUT", "--set", f"width={2**62}"],
+            f"does not fit into memory; its largest number is width = {2**62}",
+        ),
+        (["evaluate", "RUN", "--data", ""], "the value of --data is empty"),
         (["evaluate", "OUT"], "is not a folder"),
         (["evaluate", "RUN", "--noise", "a,b"], "noise is 'a,b'; allowed: numbers separated by commas"),
         (["evaluate", "RUN", "--noise", "-1"], "strength is -1.0; allowed"),
@@ -119,6 +213,11 @@ def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
         (["evaluate", "RUN", "--method", "magic"], "method is 'magic'; allowed for BAM-WC"),
         (["report", "OUT"], "is not a folder"),
         (["report"], "Missing argument"),
+        (["report", "RUN", "RUN"], "is given 2 times; allowed: every run once"),
+        (["report", "RUN", "--out", "RUN"], "which is a folder; allowed: the path of the page to write"),
+        (["train", "digits", "--config", "wc", "--out", ""], "the value of --out is empty"),
+        (["train", "digits", "--config", "wc", "--out="], "the value of --out is empty"),
+        (["evaluate", ""], "an argument is empty; leave it out, or give it a value"),
         (["fly"], "No such command 'fly'"),
     ],
 )
@@ -138,7 +237,7 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, run, tmp_path
 
 def test_finished_run_is_replaced_only_when_asked(run, capsys):
     assert call("train", "digits", "--config", "wc", "--out", run, *TINY) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already holds a run; allowed: a new folder, or --overwrite to replace it" in capsys.readouterr().err
     assert call("train", "digits", "--config", "wc", "--out", run, *TINY, "--overwrite") == 0
 
 
@@ -148,8 +247,6 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_defect_of_the_program_is_not_blamed_on_the_user(monkeypatch, capsys):
-    from bayesattn import recipes
-
-    monkeypatch.setattr(recipes, "config_folder", lambda name: 1 / 0)
+    monkeypatch.setattr(Recipe, "config_folder", property(lambda recipe: 1 / 0))
     assert call("list") == 1
     assert "internal error: ZeroDivisionError" in capsys.readouterr().err

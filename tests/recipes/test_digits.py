@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from bayesattn.recipes.digits import data, search
-from bayesattn.recipes.digits.evaluate import attention_maps, available_methods, draw, predict_run
-from bayesattn.recipes.digits.search import GRIDS
-from bayesattn.recipes.digits.train import CONFIGS, build_model, fit, load_config, load_run, train_run
+from bayesattn_recipes.digits import data, search
+from bayesattn_recipes.digits.evaluate import attention_maps, available_methods, draw, predict_run
+from bayesattn_recipes.digits.search import GRIDS
+from bayesattn_recipes.digits.train import CONFIGS, build_model, fit, load_config, load_run, train_run
 
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 TINY = ["training.epochs=2", "train_size=40", "training.batch_size=20", "width=8", "num_heads=2"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bayesattn.recipes.graph import corrupt
-from bayesattn.recipes.graph.data import (
+from bayesattn_recipes.graph import corrupt
+from bayesattn_recipes.graph.data import (
     is_connected,
     leave_out_classes,
     load_graph,
@@ -17,10 +17,10 @@ from bayesattn.recipes.graph.data import (
     make_graph,
     undirected,
 )
-from bayesattn.recipes.graph.generated import generate_graph
-from bayesattn.recipes.graph.pickles import read_pickle
-from bayesattn.recipes.graph.planetoid import load_planetoid
-from bayesattn.recipes.graph.train import load_config, load_config_graph, load_seed_graphs
+from bayesattn_recipes.graph.generated import generate_graph
+from bayesattn_recipes.graph.pickles import read_pickle
+from bayesattn_recipes.graph.planetoid import load_planetoid
+from bayesattn_recipes.graph.train import load_config, load_config_graph, load_seed_graphs
 from data import shared_data
 from helpers import no_type_checks
 

@@ -11,16 +11,16 @@ from torch import nn
 from torch_geometric.nn import GATConv
 
 from bayesattn import AttentionConfig, record_kl
-from bayesattn.recipes.graph.data import load_graph
-from bayesattn.recipes.graph.features import SparseFeatures
-from bayesattn.recipes.graph.generated import generate_graph
-from bayesattn.recipes.graph.inputs import GraphInputs
-from bayesattn.recipes.graph.layer import CopySettings
-from bayesattn.recipes.graph.many import build_many, fit_many, train_many
-from bayesattn.recipes.graph.model import GraphAttentionNetwork, take_copies
-from bayesattn.recipes.graph.reproduce import DATASETS, VARIANTS
-from bayesattn.recipes.graph.sampling import neighbourhood_inputs
-from bayesattn.recipes.graph.train import (
+from bayesattn_recipes.graph.data import load_graph
+from bayesattn_recipes.graph.features import SparseFeatures
+from bayesattn_recipes.graph.generated import generate_graph
+from bayesattn_recipes.graph.inputs import GraphInputs
+from bayesattn_recipes.graph.layer import CopySettings
+from bayesattn_recipes.graph.many import build_many, fit_many, train_many
+from bayesattn_recipes.graph.model import GraphAttentionNetwork, take_copies
+from bayesattn_recipes.graph.reproduce import DATASETS, VARIANTS
+from bayesattn_recipes.graph.sampling import neighbourhood_inputs
+from bayesattn_recipes.graph.train import (
     CONFIGS,
     BatchExperiment,
     GraphExperiment,
@@ -367,7 +367,7 @@ def test_training_in_batches_learns(graph):
         [*SMALL, "training.batch_size=20", "training.epochs=8", "fanout=4", "prior_scope=neighbourhood",
          "learning_rate=0.05", "dropout=0.2", "training.patience=null"],
     )  # fmt: skip
-    from bayesattn.recipes._loop import train
+    from bayesattn_recipes.common.loop import train
 
     experiment = BatchExperiment(config, graph)
     rows = train(experiment, config.training, seed=0).rows

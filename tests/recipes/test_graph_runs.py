@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from bayesattn.recipes.graph import compare, demo, reproduce, robustness, search, settings
-from bayesattn.recipes.graph.evaluate import available_methods, draw, edge_weights, measure_draws, predict_run
-from bayesattn.recipes.graph.generated import generate_graph
-from bayesattn.recipes.graph.inputs import GraphInputs
-from bayesattn.recipes.graph.many import train_many, write_runs
-from bayesattn.recipes.graph.train import build_experiment, fit, load_config, load_run, train_run
-from bayesattn.report import measure_run, write_report
-from bayesattn.runs import read_predictions, write_predictions
+from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.runs import read_predictions, write_predictions
+from bayesattn_recipes.graph import compare, demo, reproduce, robustness, search, settings
+from bayesattn_recipes.graph.evaluate import available_methods, draw, edge_weights, measure_draws, predict_run
+from bayesattn_recipes.graph.generated import generate_graph
+from bayesattn_recipes.graph.inputs import GraphInputs
+from bayesattn_recipes.graph.many import train_many, write_runs
+from bayesattn_recipes.graph.train import build_experiment, fit, load_config, load_run, train_run
 from processes import leave, run_on_two
 
 TINY = ["training.epochs=3", "num_heads=2", "head_dim=3"]
@@ -386,7 +386,7 @@ def _train_in_process(rank: int, port: str, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     torch.set_num_threads(1)
-    from bayesattn.recipes._loop import train
+    from bayesattn_recipes.common.loop import train
 
     settings = [*TINY, "training.batch_size=250", "prior_scope=neighbourhood", "fanout=3"]
     config = load_config("generated-wc", settings)

@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bayesattn import runs
 from bayesattn.cli import LINE_LIMIT, main
-from bayesattn.recipes._train import build_config, load_yaml, override, parse_yaml, shown
-from bayesattn.recipes.digits.train import DigitsConfig
+from bayesattn.evaluation import runs
+from bayesattn_recipes.common.config import build_config, load_yaml, override, parse_yaml, shown
+from bayesattn_recipes.digits.train import DigitsConfig
 
 TINY = [
     f"--set={name}" for name in ("training.epochs=1", "train_size=20", "training.batch_size=20", "width=4", "num_heads=2")
@@ -194,10 +194,10 @@ def test_no_word_of_a_config_leads_out_of_the_run_folder(recipe, place, tmp_path
     """No setting is a place to write to: a path is refused wherever a word may stand."""
     import dataclasses
 
-    from bayesattn import recipes
+    import bayesattn_recipes as recipes
 
     name, small = SHORT[recipe]
-    config = dataclasses.asdict(recipes.load(recipe, "train").load_config(name, small))
+    config = dataclasses.asdict(recipes.RECIPES[recipe].load("train").load_config(name, small))
     words = list(texts_of(config))
     assert {"training.keep", "attention.variant"} <= set(words)
     out = tmp_path / "a" / "b" / "run"
@@ -219,7 +219,7 @@ def test_importing_the_library_opens_no_connection():
         "import socket\n"
         "def refuse(*args, **options): raise AssertionError('a connection')\n"
         "socket.socket.connect = refuse\nsocket.getaddrinfo = refuse\n"
-        "import bayesattn, bayesattn.cli.commands\nfrom bayesattn.recipes.digits import train\n"
+        "import bayesattn, bayesattn.cli.commands\nfrom bayesattn_recipes.digits import train\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

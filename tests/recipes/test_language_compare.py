@@ -8,10 +8,10 @@ import pytest
 import torch
 from language_files import call, trained
 
-from bayesattn.recipes.language import compare as comparing
-from bayesattn.recipes.language.compare import compare, example_measures
-from bayesattn.recipes.language.measure import write_answers
-from bayesattn.runs import Predictions, SplitPredictions, write_predictions, write_run
+from bayesattn.evaluation.runs import Predictions, SplitPredictions, write_predictions, write_run
+from bayesattn_recipes.language import compare as comparing
+from bayesattn_recipes.language.compare import compare, example_measures
+from bayesattn_recipes.language.measure import write_answers
 
 
 def write_side(folder, probabilities, labels, *, task="mrpc", seed=0, samples=1):

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from language_files import GLUE, write_archive, write_glue, write_sentiment
 
-from bayesattn.recipes.language import data
-from bayesattn.recipes.language.data import Example, from_rows, hold_out, load, read_examples, split_by
-from bayesattn.recipes.language.files import parse_rows
-from bayesattn.recipes.language.tasks import TASKS, find_task
+from bayesattn_recipes.language import data
+from bayesattn_recipes.language.data import Example, from_rows, hold_out, load, read_examples, split_by
+from bayesattn_recipes.language.files import parse_rows
+from bayesattn_recipes.language.tasks import TASKS, find_task
 from data import shared_data
 
 NAMES = ("cola", "mrpc", "rte", "stsb", "sst2", "qnli", "qqp", "mnli", "wnli")

@@ -9,17 +9,18 @@ import pytest
 import torch
 from language_files import GLUE, call, trained, write_glue, write_squad
 
+from bayesattn.evaluation.runs import read_predictions, write_predictions
 from bayesattn.metrics import aurc, expected_calibration_error
-from bayesattn.recipes.language import serve, shifts, spans
-from bayesattn.recipes.language.data import Example
-from bayesattn.recipes.language.evaluate import measure_run, predict_run
-from bayesattn.recipes.language.metrics import f1, pearson
-from bayesattn.recipes.language.predictor import MEAN_BATCH_SIZE, Predictor, available_methods
-from bayesattn.recipes.language.prepare import Split
-from bayesattn.recipes.language.shifts import character_noise, shifted_splits, word_noise
-from bayesattn.recipes.language.tasks import TASKS
-from bayesattn.recipes.language.train import load_config, load_run, make_collator, train_run
-from bayesattn.runs import read_predictions, write_predictions
+from bayesattn_recipes.language import serve, shifts, spans
+from bayesattn_recipes.language.data import Example
+from bayesattn_recipes.language.evaluate import measure_run, predict_run
+from bayesattn_recipes.language.metrics import f1, pearson
+from bayesattn_recipes.language.predictor import MEAN_BATCH_SIZE, Predictor, available_methods
+from bayesattn_recipes.language.prepare import Split
+from bayesattn_recipes.language.shifts import character_noise, shifted_splits, word_noise
+from bayesattn_recipes.language.tasks import TASKS
+from bayesattn_recipes.language.train import load_config, load_run, make_collator, train_run
+from bayesattn_recipes.language.trust import choose_rule
 from data import shared_data
 
 FEW = ["encoder=tiny", "training.steps=3", "max_length=40"]
@@ -173,8 +174,10 @@ def test_regression_is_measured_by_correlations_and_spread(tmp_path):
     assert values["pearson"]["value"] == pytest.approx(pearson(predicted, split.labels.double()))
     assert values["mean_deviation"]["value"] > 0.0
     assert measured["methods"]["mean"]["splits"]["test"]["metrics"]["mean_deviation"]["value"] == 0.0
-    served = serve.load(tmp_path / "run", num_samples=3)("A man.", "A dog.")
-    assert served.probability is None
+    model = serve.load(tmp_path / "run", num_samples=3)
+    assert "a score is neither right nor wrong" in model.about_trust
+    served = model("A man.", "A dog.")
+    assert (served.probability, served.trust) == (None, None)
     assert served.deviation > 0.0
 
 
@@ -221,6 +224,13 @@ def test_calibration_of_answers_is_that_of_the_answers_given(squad_runs):
     assert values["answer_nll"]["value"] == pytest.approx(-sum(math.log(p) for p in right) / len(right))
     assert values["answer_aurc"]["value"] == pytest.approx(float(aurc(confidence, is_right)))
     assert values["answer_ece"]["value"] == pytest.approx(float(expected_calibration_error(confidence, is_right)))
+    # what `predict` trusts is chosen by the answers that are given, too
+    records = json.loads((squad_runs[0]["squad1"] / "answers.json").read_text())["splits"]["validation"]["attention"]
+    trust = squad_runs[1]["squad1"]["methods"]["attention"]["trust"]
+    expected = choose_rule(
+        *(torch.tensor([float(r[name]) for r in records]) for name in ("confidence", "is_right")), trust["num_samples"]
+    )
+    assert trust == expected.to_dict()
 
 
 def test_unanswerable_questions_are_out_of_distribution_for_squad_1(squad_runs):
@@ -304,17 +314,16 @@ def test_task_without_related_data_has_noise_only(tmp_path):
 def test_three_lines_of_python_answer(bayesian_run):
     model = serve.load(bayesian_run)
     served = model("the music was superb")
-    assert (served.label, served.trust) == ("good", True)
+    assert served.label == "good"
     assert served.probability == max(served.probabilities.values())
     assert served == model("the music was superb")
 
 
-def test_predict_prints_label_probability_p_value_and_trust(bayesian_run, capsys):
+def test_predict_prints_label_probability_and_p_value(bayesian_run, capsys):
     assert call("predict", bayesian_run, "--text", "a dull plot", "--samples", 5) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("bad  probability 0.")
     assert "p-value" in shown
-    assert shown.rstrip().endswith("trust")
 
 
 def test_predict_reads_json_lines_from_standard_input(bayesian_run, capsys, monkeypatch):
@@ -361,7 +370,6 @@ def test_predict_reads_files_and_says_what_was_cut(bayesian_run, capsys, tmp_pat
         (["--second", "b"], "", "--second is given without --text"),
         (["--text", "a", "--file", "x"], "", "both --text and --file are given"),
         (["--file", "nowhere.txt"], "", "nowhere.txt"),
-        (["--text", "a", "--threshold", "2"], "", "threshold is 2.0; allowed: 0 to 1"),
         (["--text", "a", "--method", "dropout"], "", "method is 'dropout'; allowed for this run: mean, attention"),
         ([], '{"text": "a"}\n{"text": 3}\n', "line 2 is"),
         ([], "{\n", "line 1: not JSON"),

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from sklearn import metrics as sk
 
-from bayesattn.recipes.language import metrics
+from bayesattn_recipes.language import metrics
 
 PREDICTED = torch.tensor([1, 1, 0, 1, 0, 0, 1])
 LABELS = torch.tensor([1, 0, 0, 1, 1, 0, 0])

@@ -9,9 +9,9 @@ import transformers as hf
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize, report
-from bayesattn.recipes.language import model as encoders
-from bayesattn.recipes.language.features import Collator, encode
-from bayesattn.recipes.language.train import CONFIGS, load_config
+from bayesattn_recipes.language import model as encoders
+from bayesattn_recipes.language.features import Collator, encode
+from bayesattn_recipes.language.train import CONFIGS, load_config
 from data import shared_data
 
 SOFT = ba.AttentionConfig("soft")

@@ -11,13 +11,14 @@ import torch
 from language_files import call, sentiment_data
 from rich.console import Console
 
-from bayesattn.recipes.language import reproduce as reproducing
-from bayesattn.recipes.language.plan import ROWS, in_order, make_plan, members
-from bayesattn.recipes.language.reproduce import reproduce
-from bayesattn.recipes.language.table import section
-from bayesattn.recipes.language.tasks import TASKS
-from bayesattn.report.gather import group_runs, read_runs
-from bayesattn.runs import RunError
+from bayesattn.cli.registry import Recipe
+from bayesattn.evaluation.report.gather import group_runs, read_runs
+from bayesattn.evaluation.runs import RunError
+from bayesattn_recipes.language import reproduce as reproducing
+from bayesattn_recipes.language.plan import ROWS, in_order, make_plan, members
+from bayesattn_recipes.language.reproduce import reproduce
+from bayesattn_recipes.language.table import section
+from bayesattn_recipes.language.tasks import TASKS
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
 VARIANTS = ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC", "BAM-WC+dropout"]
@@ -230,8 +231,8 @@ def test_squad_has_two_numbers_of_the_paper():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks", "mrpc,glue"], "tasks has ['glue']; allowed: albert-cola"),
-        (["--variants", "hard"], f"variants has ['hard']; allowed: {', '.join(ROWS)}"),
+        (["--tasks", "mrpc,glue"], "tasks has 'glue'; allowed: albert-cola"),
+        (["--variants", "hard"], f"variants has 'hard'; allowed: {', '.join(ROWS)}"),
     ],
 )
 def test_unknown_names_are_errors(options, message, tmp_path, capsys):
@@ -241,10 +242,7 @@ def test_unknown_names_are_errors(options, message, tmp_path, capsys):
 
 
 def test_option_that_a_recipe_does_not_take_is_an_error(capsys, monkeypatch):
-    from bayesattn import recipes
-
-    monkeypatch.setattr(
-        recipes, "load", lambda recipe, part: type("Module", (), {"reproduce": staticmethod(lambda names: None)})
-    )
+    module = type("Module", (), {"reproduce": staticmethod(lambda names: None)})
+    monkeypatch.setattr(Recipe, "load", lambda recipe, part: module)
     assert call("reproduce", "digits", "--jobs", 2) == 2
     assert "recipe 'digits' does not take jobs" in capsys.readouterr().err

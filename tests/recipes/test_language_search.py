@@ -9,12 +9,12 @@ import pytest
 from language_files import GLUE, sentiment_data, write_glue, write_squad
 from rich.console import Console
 
-from bayesattn.recipes._tables import write_cell
-from bayesattn.recipes.language import grids
-from bayesattn.recipes.language import search as searching
-from bayesattn.recipes.language.grids import GRIDS, Trial, grid_settings, trials
-from bayesattn.recipes.language.search import TOLERANCE, rank, search
-from bayesattn.recipes.language.train import load_config
+from bayesattn_recipes.common.tables import write_cell
+from bayesattn_recipes.language import grids
+from bayesattn_recipes.language import search as searching
+from bayesattn_recipes.language.grids import GRIDS, Trial, grid_settings, trials
+from bayesattn_recipes.language.search import TOLERANCE, rank, search
+from bayesattn_recipes.language.train import load_config
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
 SMALL = {"soft": {"training.learning_rate": [1e-5, 1e-3]}, "BAM-WC": {"training.kl_schedule.final": [1e-4, 1e-3]}}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from language_files import squad_article, write_squad
 
-from bayesattn.recipes.language import spans, squad
-from bayesattn.recipes.language.model import tiny_tokenizer
-from bayesattn.recipes.language.spans import answer, right_class, score_windows
-from bayesattn.recipes.language.squad import Question, parse, windows
-from bayesattn.recipes.language.tasks import TASKS
+from bayesattn_recipes.language import spans, squad
+from bayesattn_recipes.language.model import tiny_tokenizer
+from bayesattn_recipes.language.spans import answer, right_class, score_windows
+from bayesattn_recipes.language.squad import Question, parse, windows
+from bayesattn_recipes.language.tasks import TASKS
 from data import shared_data
 
 

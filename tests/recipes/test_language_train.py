@@ -9,11 +9,11 @@ import torch
 import transformers as hf
 from language_files import call, sentiment_data, trained, write_glue, write_sentiment, write_squad
 
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recipes.language.features import Collator
-from bayesattn.recipes.language.model import tiny_tokenizer
-from bayesattn.recipes.language.train import LanguageExperiment, load_config, load_run, prepare_run, train_model, train_run
-from bayesattn.runs import RunError, read_run
+from bayesattn.evaluation.runs import RunError, read_run
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.language.features import Collator
+from bayesattn_recipes.language.model import tiny_tokenizer
+from bayesattn_recipes.language.train import LanguageExperiment, load_config, load_run, prepare_run, train_model, train_run
 
 HEADER = "sentence\tlabel\n"
 FEW = ["encoder=tiny", "training.steps=3", "max_length=24"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bayesattn.recipes.language import model as encoders
-from bayesattn.recipes.language.work import HOPELESS, run_all, unpacked, warm_up
+from bayesattn_recipes.language import model as encoders
+from bayesattn_recipes.language.work import HOPELESS, run_all, unpacked, warm_up
 
 
 def touch(folder, name):
@@ -93,7 +93,7 @@ def test_packed_encoder_is_unpacked_once_for_all_processes(tmp_path, monkeypatch
         monkeypatch.setenv(encoders.CACHE_VARIABLE, str(tmp_path / "cache"))
     seen = []
     monkeypatch.setattr(
-        "bayesattn.recipes.language.work.packed_weights",
+        "bayesattn_recipes.language.work.packed_weights",
         lambda path: seen.append((path, os.environ[encoders.CACHE_VARIABLE])),
     )
     with unpacked(str(tmp_path)):

@@ -15,11 +15,12 @@ import safetensors
 import torch
 from loop_experiment import TinyConfig, TinyExperiment, training
 
-from bayesattn.recipes import _runs, _train
-from bayesattn.recipes._checkpoints import Checkpoints
-from bayesattn.recipes._loop import train
-from bayesattn.recipes._tensorboard import TensorBoardLog
-from bayesattn.runs import read_tensors, write_bytes, write_json
+from bayesattn.cli import progress
+from bayesattn.evaluation.runs import read_tensors, write_bytes, write_json
+from bayesattn_recipes.common import runs as _runs
+from bayesattn_recipes.common.checkpoints import Checkpoints
+from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.common.tensorboard import TensorBoardLog
 
 
 def run(folder, config=None, **options):
@@ -159,7 +160,7 @@ def test_progress_without_a_terminal_is_a_line_with_rate_and_time_left(monkeypat
     clock = iter([0.0, 1.0, 2.0, 40.0, 41.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = io.StringIO()
-    with _train.show_steps("training", Console(file=out, width=200)) as on_progress:
+    with progress.show_steps("training", Console(file=out, width=200)) as on_progress:
         for done in (11, 12, 50, 51):
             on_progress(done, 100)
     # 39 steps in 39 seconds since the first call; what a resumed run had done before says nothing about the rate
@@ -170,20 +171,20 @@ def test_the_bar_shows_slow_rates_too():
     from rich.progress import Progress
 
     clock = [0.0]
-    display = Progress(_train._Rate(), get_time=lambda: clock[0])
+    display = Progress(progress._Rate(), get_time=lambda: clock[0])
     task = display.add_task("training", total=10)
     for _ in range(3):
         clock[0] += 4.0
         display.advance(task)
     # a step in four seconds, which 0/s would hide
-    assert _train._Rate().render(display.tasks[0]).plain == "0.25/s"
+    assert progress._Rate().render(display.tasks[0]).plain == "0.25/s"
 
 
 def test_only_the_first_process_shows_progress(monkeypatch, capsys):
     from rich.console import Console
 
     monkeypatch.setenv("RANK", "1")
-    with _train.show_steps("training", Console(), every=0.0) as on_progress:
+    with progress.show_steps("training", Console(), every=0.0) as on_progress:
         for done in range(5):
             on_progress(done, 10)
     assert capsys.readouterr().out == ""

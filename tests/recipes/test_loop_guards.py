@@ -9,13 +9,13 @@ from loop_experiment import TinyConfig, TinyExperiment, training
 
 import bayesattn as ba
 from bayesattn import functional
-from bayesattn.recipes import _runs
-from bayesattn.recipes._checkpoints import Checkpoints
-from bayesattn.recipes._guards import Diverged, detect_collapse
-from bayesattn.recipes._loop import train
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recording import observe_entropy
-from bayesattn.runs import read_tensors
+from bayesattn.evaluation.runs import read_tensors
+from bayesattn.kl import observe_entropy
+from bayesattn_recipes.common import runs
+from bayesattn_recipes.common.checkpoints import Checkpoints
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.guards import Diverged, detect_collapse
+from bayesattn_recipes.common.loop import train
 
 BAD_STEP = 6
 
@@ -56,7 +56,7 @@ class Poisoned(TinyExperiment):
 
 def run(folder, how, *, resume=False, **changes):
     config = TinyConfig(training(checkpoint_seconds=None, **changes))
-    return _runs.train_run("tiny", config, lambda: Poisoned(config, how), folder, resume=resume)
+    return runs.train_run("tiny", config, lambda: Poisoned(config, how), folder, resume=resume)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_a_validation_measure_that_is_not_finite_stops_the_run(tmp_path):
 
     config = TinyConfig(training())
     with pytest.raises(Diverged, match=r"validation_nll is nan after step 4 \(epoch 0\)"):
-        _runs.train_run("tiny", config, lambda: Spoilt(config), tmp_path)
+        runs.train_run("tiny", config, lambda: Spoilt(config), tmp_path)
     assert not (tmp_path / "run.json").exists()
 
 
 def test_a_metric_to_keep_that_is_not_measured_is_refused(tmp_path):
     config = TinyConfig(training(keep="validation_f2"))
     with pytest.raises(ValueError, match=r"training\.keep is 'validation_f2'; allowed: 'last', .*'validation_nll'"):
-        _runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path)
+        runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path)
     assert not (tmp_path / "run.json").exists()
 
 

@@ -11,9 +11,11 @@ import safetensors.torch
 import torch
 from loop_experiment import EXAMPLES, TinyConfig, TinyExperiment, training
 
-from bayesattn.recipes import _checkpoints, _runs, _state
-from bayesattn.recipes._interrupts import Interrupted
-from bayesattn.runs import RunError, read_tensors
+from bayesattn.evaluation.runs import RunError, read_tensors
+from bayesattn_recipes.common import checkpoints as _checkpoints
+from bayesattn_recipes.common import runs
+from bayesattn_recipes.common import state as _state
+from bayesattn_recipes.common.interrupts import Interrupted
 
 STEPS = 3 * -(-EXAMPLES // 7)
 
@@ -32,7 +34,7 @@ def run(folder, config=None, *, kill_at=None, resume=False, overwrite=False):
     def build():
         return TinyExperiment(config)
 
-    return _runs.train_run("tiny", config, build, folder, on_progress, resume=resume, overwrite=overwrite)
+    return runs.train_run("tiny", config, build, folder, on_progress, resume=resume, overwrite=overwrite)
 
 
 def results(folder):
@@ -125,12 +127,12 @@ def test_a_number_of_steps_ends_a_run_within_an_epoch_and_resumes(tmp_path):
         if done == 5:
             raise Killed
 
-    whole = _runs.train_run("tiny", config, build, tmp_path / "whole")
+    whole = runs.train_run("tiny", config, build, tmp_path / "whole")
     # four steps make an epoch
     assert [(row["epoch"], row["step"]) for row in whole.rows] == [(0, 4), (1, 6)]
     with pytest.raises(Killed):
-        _runs.train_run("tiny", config, build, tmp_path / "killed", kill)
-    _runs.train_run("tiny", config, build, tmp_path / "killed", resume=True)
+        runs.train_run("tiny", config, build, tmp_path / "killed", kill)
+    runs.train_run("tiny", config, build, tmp_path / "killed", resume=True)
     assert_same_results(tmp_path / "killed", results(tmp_path / "whole"))
 
 
@@ -267,7 +269,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, uninterrupted, monkeypat
             signal.raise_signal(number)
 
     with pytest.raises(Interrupted) as caught:
-        _runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path, on_progress)
+        runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path, on_progress)
     assert str(caught.value).endswith("after step 5 of 12, which is saved; go on with: "
                                       "bayesattn train tiny --out 'a folder' --resume")  # fmt: skip
     assert caught.value.exit_code == 128 + number
@@ -286,7 +288,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt, match="interrupted twice"):
-        _runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path, on_progress)
+        runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path, on_progress)
 
 
 def test_a_run_in_a_thread_does_not_touch_signals(tmp_path, uninterrupted):

@@ -8,7 +8,7 @@ from fake_steps import FakeSteps
 from torch import nn
 
 from bayesattn import AttentionConfig
-from bayesattn.recipes import _loop
+from bayesattn_recipes.common import loop as _loop
 
 
 def make_steps():

@@ -9,28 +9,28 @@ import torch
 import torch.nn.functional as F
 from language_files import sentiment_data, write_glue, write_squad
 
-from bayesattn.baselines import AttentionChoice, with_score_function
-from bayesattn.baselines.config import IN_LAYERS
-from bayesattn.baselines.rows import EdgeRows
-from bayesattn.baselines.score_function import ChoosingWeights
 from bayesattn.cli import main
 from bayesattn.config import AttentionConfig
-from bayesattn.recipes._checkpoints import check_identity
-from bayesattn.recipes._loop import train
-from bayesattn.recipes._tables import read_cell, write_cell
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recipes.digits import train as digits
-from bayesattn.recipes.graph import evaluate as graph_evaluate
-from bayesattn.recipes.graph import train as graph
-from bayesattn.recipes.graph.data import make_graph
-from bayesattn.recipes.graph.model import GraphAttentionNetwork
-from bayesattn.recipes.language import train as language
-from bayesattn.recipes.language.fit import example_losses
-from bayesattn.recipes.language.tasks import find_task
-from bayesattn.recipes.vqa import data as vqa_data
-from bayesattn.recipes.vqa import evaluate as vqa_evaluate
-from bayesattn.recipes.vqa import train as vqa
-from bayesattn.runs import RunError
+from bayesattn.evaluation.runs import RunError
+from bayesattn_recipes.baselines import AttentionChoice, with_score_function
+from bayesattn_recipes.baselines.config import IN_LAYERS
+from bayesattn_recipes.baselines.rows import EdgeRows
+from bayesattn_recipes.baselines.score_function import ChoosingWeights
+from bayesattn_recipes.common.checkpoints import check_identity
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.common.tables import read_cell, write_cell
+from bayesattn_recipes.digits import train as digits
+from bayesattn_recipes.graph import evaluate as graph_evaluate
+from bayesattn_recipes.graph import train as graph
+from bayesattn_recipes.graph.data import make_graph
+from bayesattn_recipes.graph.model import GraphAttentionNetwork
+from bayesattn_recipes.language import train as language
+from bayesattn_recipes.language.fit import example_losses
+from bayesattn_recipes.language.tasks import find_task
+from bayesattn_recipes.vqa import data as vqa_data
+from bayesattn_recipes.vqa import evaluate as vqa_evaluate
+from bayesattn_recipes.vqa import train as vqa
 
 RIVALS = [variant for variant in IN_LAYERS if not variant.startswith("BAM") and variant != "soft"]
 SMALL = {

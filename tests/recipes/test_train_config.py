@@ -6,8 +6,10 @@ from typing import Literal
 import pytest
 import torch
 
-from bayesattn.recipes import RECIPES, check_name, config_folder
-from bayesattn.recipes._train import MetricLog, build_config, find_config, load_yaml, one_thread, override
+from bayesattn.cli.registry import find
+from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes import DIGITS, RECIPES
+from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,15 @@ def test_config_is_found_by_name_or_path(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("size: 3\n")
     assert find_config("mine", tmp_path) == path
-    assert find_config(str(path), config_folder("digits")) == path
+    assert find_config(str(path), DIGITS.config_folder) == path
     with pytest.raises(ValueError, match="config is 'nope'; allowed: lc, lf, nokl, soft, wc, wf"):
-        find_config("nope", config_folder("digits"))
+        find_config("nope", DIGITS.config_folder)
 
 
 def test_every_recipe_has_configs():
-    assert all(list(config_folder(name).glob("*.yaml")) for name in RECIPES)
-    with pytest.raises(ValueError, match="recipe is 'nope'; allowed: 'digits'"):
-        check_name("nope")
+    assert all(find(name).config_names for name in RECIPES)
+    with pytest.raises(ValueError, match=r"recipe is 'nope'; installed are .*'digits'"):
+        find("nope")
 
 
 def test_one_thread_is_given_back():

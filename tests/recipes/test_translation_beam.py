@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bayesattn.recipes.translation.beam import beam_search, length_penalty
-from bayesattn.recipes.translation.vocabulary import END, PAD, START
+from bayesattn_recipes.translation.beam import beam_search, length_penalty
+from bayesattn_recipes.translation.vocabulary import END, PAD, START
 
 VOCABULARY = 6  # the four special tokens and two words
 

@@ -6,10 +6,10 @@ import lzma
 import pytest
 import torch
 
-from bayesattn.recipes.translation import data
-from bayesattn.recipes.translation.batches import Corpus, encode_pairs, make_batch, token_batches
-from bayesattn.recipes.translation.text import Pairs, decode_lines, read_lines, read_pairs, read_tab_separated
-from bayesattn.recipes.translation.vocabulary import END, PAD, START, Vocabulary
+from bayesattn_recipes.translation import data
+from bayesattn_recipes.translation.batches import Corpus, encode_pairs, make_batch, token_batches
+from bayesattn_recipes.translation.text import Pairs, decode_lines, read_lines, read_pairs, read_tab_separated
+from bayesattn_recipes.translation.vocabulary import END, PAD, START, Vocabulary
 from data import shared_data
 
 FOLDER = shared_data()

@@ -8,12 +8,12 @@ from torch import nn
 from translation_models import SIZES, SOURCES, TARGETS, build, losses
 
 from bayesattn import AttentionConfig, record_kl
-from bayesattn.baselines import AttentionChoice, build_step_attention
-from bayesattn.keyed import keyed_noise
-from bayesattn.recipes.translation.batches import make_batch
-from bayesattn.recipes.translation.decoder import lstm_cell
-from bayesattn.recipes.translation.graphs import GraphedUnroll
-from bayesattn.recipes.translation.model import Translator
+from bayesattn.noise.keyed import keyed_noise
+from bayesattn_recipes.baselines import AttentionChoice, build_step_attention
+from bayesattn_recipes.translation.batches import make_batch
+from bayesattn_recipes.translation.decoder import lstm_cell
+from bayesattn_recipes.translation.graphs import GraphedUnroll
+from bayesattn_recipes.translation.model import Translator
 from helpers import assert_finite, number
 
 

@@ -8,10 +8,10 @@ from torch import nn
 from translation_models import SOURCES, TARGETS, build, losses
 
 from bayesattn import record_kl, sampling
-from bayesattn.baselines import RIVALS
-from bayesattn.recipes.translation.batches import make_batch
-from bayesattn.recipes.translation.draws import decode, decode_draws, judge
-from bayesattn.recipes.translation.vocabulary import END, PAD
+from bayesattn_recipes.baselines import RIVALS
+from bayesattn_recipes.translation.batches import make_batch
+from bayesattn_recipes.translation.draws import decode, decode_draws, judge
+from bayesattn_recipes.translation.vocabulary import END, PAD
 from helpers import assert_finite, number
 
 VARIANTS = ("soft", "BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC", *RIVALS)
@@ -103,7 +103,7 @@ def test_every_key_is_scored_as_if_it_were_all_attention_saw():
 
 
 def test_enum_scores_a_few_pairs_at_a_time_without_changing_anything(monkeypatch):
-    import bayesattn.recipes.translation.model as module
+    import bayesattn_recipes.translation.model as module
 
     gradients = []
     for largest in (2**27, 100):
@@ -164,7 +164,7 @@ def test_draws_are_judged_side_by_side_as_one_by_one(monkeypatch):
     model.dropout.p = 1e-12
     mean = judge(model, SOURCES, TARGETS, "mean", 1)
     for tokens in (1, 4, 1000):
-        monkeypatch.setattr("bayesattn.recipes.translation.draws.evaluation_tokens", lambda model, t=tokens: t)
+        monkeypatch.setattr("bayesattn_recipes.translation.draws.evaluation_tokens", lambda model, t=tokens: t)
         drawn = judge(model, SOURCES, TARGETS, "dropout", 5)
         # float32 sums of five fifths
         assert torch.allclose(drawn.probability, mean.probability, rtol=1e-5)

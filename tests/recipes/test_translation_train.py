@@ -11,17 +11,17 @@ import torch
 from rich.console import Console
 from translation_data import generated_splits
 
-from bayesattn.baselines import RIVALS
 from bayesattn.cli import main
-from bayesattn.cli.translation import coloured
-from bayesattn.recipes._guards import Diverged
-from bayesattn.recipes._loop import TrainingConfig, train
-from bayesattn.recipes._train import seed_everything
-from bayesattn.recipes.translation import bleu, cost, figures, measure, reproduce
-from bayesattn.recipes.translation.data import load_splits
-from bayesattn.recipes.translation.draws import available_methods, disagreement
-from bayesattn.recipes.translation.text import Pairs
-from bayesattn.recipes.translation.train import (
+from bayesattn_recipes.baselines import RIVALS
+from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.guards import Diverged
+from bayesattn_recipes.common.loop import TrainingConfig, train
+from bayesattn_recipes.translation import bleu, cost, figures, measure, reproduce
+from bayesattn_recipes.translation.commands import coloured
+from bayesattn_recipes.translation.data import load_splits
+from bayesattn_recipes.translation.draws import available_methods, disagreement
+from bayesattn_recipes.translation.text import Pairs
+from bayesattn_recipes.translation.train import (
     CONFIGS,
     TranslationConfig,
     TranslationExperiment,
@@ -29,7 +29,7 @@ from bayesattn.recipes.translation.train import (
     load_run,
     train_on,
 )
-from bayesattn.recipes.translation.translate import translate
+from bayesattn_recipes.translation.translate import translate
 from data import shared_data
 
 FOLDER = shared_data()
@@ -169,7 +169,7 @@ def test_disagreement_counts_common_tokens():
 )
 def test_methods_follow_from_what_is_random(name, expected):
     config = load_config(f"multi30k-{name}", TINY)
-    from bayesattn.recipes.translation.train import build_model
+    from bayesattn_recipes.translation.train import build_model
 
     assert available_methods(build_model(config, 60)) == expected
 
@@ -238,7 +238,7 @@ def test_bad_input_is_one_line_with_its_number(run, monkeypatch, capsys, content
     ],
 )
 def test_bad_options_are_named_before_anything_is_translated(run, monkeypatch, capsys, words, message):
-    monkeypatch.setattr("bayesattn.recipes.translation.translate.decode", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("bayesattn_recipes.translation.translate.decode", lambda *args, **options: 1 / 0)
     assert call(monkeypatch, b"eins\n", "translate", run, *words) == 2
     assert message in capsys.readouterr().err
 
@@ -265,7 +265,7 @@ def test_colours_follow_the_doubt(run):
 
 @pytest.mark.parametrize("name", ["wc", "hard", "enum"])
 def test_attention_samples_are_weights_over_the_source(name):
-    from bayesattn.recipes.translation.train import build_model
+    from bayesattn_recipes.translation.train import build_model
 
     model = build_model(load_config(f"multi30k-{name}", TINY), 60).eval()
     weights, prior = figures.attention_samples(model, [5, 6, 7, 3], [8, 9, 3], 4)
@@ -300,7 +300,7 @@ def test_cost_is_that_of_the_precision_a_config_trains_in(precision, monkeypatch
 
 
 def test_paper_sizes_have_the_papers_number_of_parameters():
-    from bayesattn.recipes.translation.train import build_model
+    from bayesattn_recipes.translation.train import build_model
 
     sizes = {}
     for name in ("soft", "wc", "enum"):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from bayesattn.recipes._vision.annotations import Question
-from bayesattn.recipes.vqa import ask, daquar, vqa2
-from bayesattn.recipes.vqa.accuracy import soft_accuracy, soft_targets, wordnet, wups
-from bayesattn.recipes.vqa.data import DataConfig, build_vocabulary, load_splits
-from bayesattn.recipes.vqa.train import VQAConfig, VQAExperiment, load_config
-from bayesattn.recipes.vqa.vocabulary import Vocabulary, normalize_answer, tokenize
+from bayesattn_recipes.vision.annotations import Question
+from bayesattn_recipes.vqa import ask, daquar, vqa2
+from bayesattn_recipes.vqa.accuracy import soft_accuracy, soft_targets, wordnet, wups
+from bayesattn_recipes.vqa.data import DataConfig, build_vocabulary, load_splits
+from bayesattn_recipes.vqa.train import VQAConfig, VQAExperiment, load_config
+from bayesattn_recipes.vqa.vocabulary import Vocabulary, normalize_answer, tokenize
 from data import shared_data
 
 

@@ -8,12 +8,12 @@ import torch
 from bayesattn import record_kl
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import dense
-from bayesattn.nn import multihead
-from bayesattn.predict import sampling
-from bayesattn.recipes.vqa.attend import attention_maps
-from bayesattn.recipes.vqa.model import MCAN, MCANSize
-from bayesattn.recipes.vqa.train import CONFIGS, learning_rate_factor, load_config
-from bayesattn.recipes.vqa.vocabulary import RESERVED, Vocabulary
+from bayesattn.nn import _arguments
+from bayesattn.prediction import sampling
+from bayesattn_recipes.vqa.attend import attention_maps
+from bayesattn_recipes.vqa.model import MCAN, MCANSize
+from bayesattn_recipes.vqa.train import CONFIGS, learning_rate_factor, load_config
+from bayesattn_recipes.vqa.vocabulary import RESERVED, Vocabulary
 from helpers import CONTEXTUAL, STOCHASTIC, WITH_KL
 
 SMALL = MCANSize(width=12, num_heads=3, num_layers=2, feedforward_dim=10, word_dim=5, reduction_dim=7, fused_dim=11)
@@ -213,6 +213,6 @@ def test_every_map_takes_the_fused_backend_where_nobody_can_look_at_numbers(inpu
     """As in a recording of CUDA launches, which is how a step's cost is measured."""
     taken, choose = [], dense._choose
     monkeypatch.setattr(dense, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
-    monkeypatch.setattr(multihead, "look_once", lambda *_: None)
+    monkeypatch.setattr(_arguments, "look_once", lambda *_: None)
     small_model("BAM-WC").train()(**inputs)
     assert taken == ["blocked"] * 3 * SMALL.num_layers

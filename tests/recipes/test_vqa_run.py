@@ -12,16 +12,16 @@ from PIL import Image
 from rich.console import Console
 
 from bayesattn.cli import main
+from bayesattn.evaluation.runs import RunError, SplitPredictions, read_predictions
 from bayesattn.metrics import evaluate_predictions, evaluate_table, pavpu
-from bayesattn.recipes.vqa import data as data_module
-from bayesattn.recipes.vqa import evaluate as evaluate_module
-from bayesattn.recipes.vqa import reproduce as reproduce_module
-from bayesattn.recipes.vqa.accuracy import soft_accuracy, soft_targets
-from bayesattn.recipes.vqa.ask import ask
-from bayesattn.recipes.vqa.data import DataConfig, load_splits
-from bayesattn.recipes.vqa.evaluate import Condition, by_kind, draws, noisy_conditions, predict_run, tabulate, thin
-from bayesattn.recipes.vqa.train import load_config, load_run, train_run
-from bayesattn.runs import RunError, SplitPredictions, read_predictions
+from bayesattn_recipes.vqa import data as data_module
+from bayesattn_recipes.vqa import evaluate as evaluate_module
+from bayesattn_recipes.vqa import reproduce as reproduce_module
+from bayesattn_recipes.vqa.accuracy import soft_accuracy, soft_targets
+from bayesattn_recipes.vqa.ask import ask
+from bayesattn_recipes.vqa.data import DataConfig, load_splits
+from bayesattn_recipes.vqa.evaluate import Condition, by_kind, draws, noisy_conditions, predict_run, tabulate, thin
+from bayesattn_recipes.vqa.train import load_config, load_run, train_run
 from helpers import STANDARD_ERRORS
 
 TINY = [
@@ -285,7 +285,7 @@ def test_soft_runs_draw_dropout_and_refuse_attention(small_world, tmp_path):
 
 
 def test_checkpoint_of_something_else_is_refused(small_world, tmp_path):
-    from bayesattn.runs import write_tensors
+    from bayesattn.evaluation.runs import write_tensors
 
     train_run(load_config("shapes-soft", TINY), tmp_path / "soft")
     write_tensors(tmp_path / "soft" / "checkpoint.safetensors", {"weight": torch.zeros(3)})
@@ -294,10 +294,9 @@ def test_checkpoint_of_something_else_is_refused(small_world, tmp_path):
 
 
 def test_reproduce_compares_seed_by_seed_and_repeats_nothing(small_world, tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce_module, "load_config", lambda name, settings: load_config(name, [*TINY, *settings]))
     monkeypatch.setattr(reproduce_module, "NUM_SAMPLES", 2)
     console = Console(quiet=True)
-    options = {"num_seeds": 2, "data": None, "out": tmp_path, "console": console}
+    options = {"num_seeds": 2, "data": None, "out": tmp_path, "console": console, "settings": TINY}
     table = reproduce_module.reproduce(["shapes"], ["soft", "wc"], **options)
     text = table.read_text()
     assert "| wc − soft |" in text

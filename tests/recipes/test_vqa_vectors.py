@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from bayesattn.recipes.vqa.train import VQAExperiment, load_config
-from bayesattn.recipes.vqa.vectors import load_vectors, read_vectors
+from bayesattn_recipes.vqa.train import VQAExperiment, load_config
+from bayesattn_recipes.vqa.vectors import load_vectors, read_vectors
 
 TINY = [
     *("data.train_images=30", "model.width=8", "model.num_heads=2", "model.feedforward_dim=8", "model.word_dim=3"),

@@ -15,8 +15,9 @@ from PIL import Image
 
 from bayesattn import plots
 from bayesattn.cli import main
-from bayesattn.recipes._vision.extract import extract_folder, grid_features
-from bayesattn.recipes._vision.features import (
+from bayesattn.evaluation.runs import write_tensors
+from bayesattn_recipes.vision.extract import extract_folder, grid_features
+from bayesattn_recipes.vision.features import (
     H5Regions,
     NpzFolder,
     StoredRegions,
@@ -25,10 +26,9 @@ from bayesattn.recipes._vision.features import (
     read_regions,
     write_regions,
 )
-from bayesattn.recipes._vision.ids import find_name, positions
-from bayesattn.recipes._vision.images import ImageSource, read_image
-from bayesattn.recipes._vision.shapes import COLORS, GRID, HUES, color_shares, make_shapes_world, pixel_features
-from bayesattn.runs import write_tensors
+from bayesattn_recipes.vision.ids import find_name, positions
+from bayesattn_recipes.vision.images import ImageSource, read_image
+from bayesattn_recipes.vision.shapes import COLORS, GRID, HUES, color_shares, make_shapes_world, pixel_features
 from data import shared_data
 from helpers import STANDARD_ERRORS
 

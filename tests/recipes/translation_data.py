@@ -2,7 +2,7 @@
 
 import random
 
-from bayesattn.recipes.translation.text import Pairs
+from bayesattn_recipes.translation.text import Pairs
 
 WORDS = {
     "eins": "one",

@@ -2,10 +2,10 @@
 
 import torch
 
-from bayesattn.baselines import AttentionChoice, with_score_function
-from bayesattn.recipes.translation.batches import make_batch
-from bayesattn.recipes.translation.model import Translator
-from bayesattn.recipes.translation.vocabulary import END, PAD
+from bayesattn_recipes.baselines import AttentionChoice, with_score_function
+from bayesattn_recipes.translation.batches import make_batch
+from bayesattn_recipes.translation.model import Translator
+from bayesattn_recipes.translation.vocabulary import END, PAD
 
 SOURCES = [[5, 6, 7, 8, END], [9, END], [10, 11, 12, END]]
 TARGETS = [[5, 6, END], [9, 10, 11, 12, 13, END], [4, END]]

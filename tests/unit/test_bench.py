@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bayesattn.bench import attention, conversion, harness, run_suite, seeing
+from bayesattn.bench import attention, conversion, harness, run_suite
 from bayesattn.bench.model import build_encoder, training_step
 from bayesattn.bench.plot import plot_ratios
+from bayesattn_recipes import bench
 
 
 def test_ratios_are_to_the_first_provider_of_the_same_case_and_mode(tmp_path, capsys):
@@ -85,10 +86,10 @@ def test_the_conversion_suite_compares_the_same_model_before_and_after(capsys):
 def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(capsys):
     mcan = ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8")
     cases = [
-        seeing.Case("MCAN", "shapes", 5, 3, 7, 11, 13, 4, settings=mcan),
-        seeing.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5")),
+        bench.Case("MCAN", "shapes", 5, 3, 7, 11, 13, 4, settings=mcan),
+        bench.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5")),
     ]
-    rows = seeing.run("cpu", cases)
+    rows = bench.run("cpu", cases)
     assert [row.provider for row in rows] == ["soft", "BAM-NOKL", "BAM-WC", "soft, again"] * 2
     assert [row.case for row in rows[::4]] == ["MCAN shapes b5 t3 r7", "Att2in shapes b10 t3 r7"]
     assert "BAM-WC" in capsys.readouterr().out
@@ -98,11 +99,11 @@ def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(c
 @pytest.mark.parametrize("model", ["MCAN", "Att2in"])
 def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, is_recipe):
     sizes = {"MCAN": ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8"), "Att2in": ("width=6",)}[model]
-    experiment, training = seeing.build(seeing.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes), "wc")
+    experiment, training = bench.build(bench.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes), "wc")
     with (
-        seeing.recipe_step(experiment, training, "fp32")
+        bench.recipe_step(experiment, training, "fp32")
         if is_recipe
-        else nullcontext(seeing.whole_step(experiment, training, "cpu"))
+        else nullcontext(bench.whole_step(experiment, training, "cpu"))
     ) as step:
         before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
         step()
@@ -111,8 +112,8 @@ def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, is_recipe):
 
 @pytest.mark.parametrize(("index", "words"), [(0, 20_572), (1, 9488), (3, 2540)])
 def test_the_models_that_see_are_timed_at_the_sizes_of_their_data(index, words):
-    case = seeing.CASES["cuda"][index]
-    experiment, training = seeing.build(dataclasses.replace(case, regions=3, features=5), "soft")
+    case = bench.CASES["cuda"][index]
+    experiment, training = bench.build(dataclasses.replace(case, regions=3, features=5), "soft")
     batch = experiment.pad(experiment.collate(torch.arange(training.batch_size)))
     assert batch["words"].shape == (case.batch, case.words)
     assert len(experiment.model.vocabulary.words) == words

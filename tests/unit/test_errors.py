@@ -139,8 +139,11 @@ def test_a_seed_is_an_integer_of_64_bits(seed):
     _refused(r"seed is .*; allowed: ", attention_weights, torch.randn(B, H, M, N), config=WF, seed=seed)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "prior"])
+# a bias of −inf forbids
+BROKEN = [(name, bad) for name in ("query", "key", "value", "prior") for bad in (math.nan, math.inf, -math.inf)]
+
+
+@pytest.mark.parametrize(("name", "bad"), [*BROKEN, ("bias", math.nan), ("bias", math.inf)])
 def test_check_finite_names_the_broken_input(name, bad):
     tensors = _qkv(bias=torch.randn(M, N), prior=torch.zeros(1, 1, 1, N))
     attention(**tensors, config=WC, check_finite=True)
@@ -159,6 +162,12 @@ def test_check_finite_looks_at_scores(bad):
     scores = torch.randn(B, H, M, N)
     scores[1, 2, 3, 4] = bad
     _refused("scores has NaN or infinite entries", attention_weights, scores, config=WF, check_finite=True)
+
+
+def test_check_finite_names_the_prior_of_a_key_that_a_mask_leaves():
+    mask, prior = torch.ones(N, dtype=torch.bool), torch.zeros(1, 1, 1, N)
+    mask[2], prior[..., 1] = False, -math.inf
+    _refused("prior has NaN or inf", attention, **QKV, config=WC, prior=prior, mask=mask, check_finite=True)
 
 
 def test_check_finite_allows_the_prior_of_a_masked_key():

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bayesattn as ba
 from bayesattn import functional, record_kl
-from bayesattn.keyed import derive_seeds, example_seeds, keyed_noise
+from bayesattn.noise.keyed import derive_seeds, example_seeds, keyed_noise
 
 CONFIG = ba.AttentionConfig("BAM-WC", weibull_k=1.0)
 TOKENS, WIDTH = 5, 6
@@ -172,7 +172,7 @@ def test_derived_seeds_do_not_collide():
 
 def test_noise_of_many_examples_is_as_random_as_any():
     """Seeds that follow each other give draws that do not: mean, variance and neighbours' correlation of uniforms."""
-    from bayesattn.noise import counter_halves, to_uniform
+    from bayesattn.noise.specification import counter_halves, to_uniform
 
     u = to_uniform(counter_halves(example_seeds(0, 0, torch.arange(4000)), (4000, 1, 1, 8), "cpu"), torch.float64)[..., :8]
     u = u.reshape(4000, 8)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bayesattn.ops import launch as launcher
+from bayesattn.ops.common import launch as launcher
 
 STREAM = 7
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from bayesattn.convert.masks import key_padding
+from bayesattn.convert.masks import key_padding, split_mask
 
 
 def padding(b=3, m=5, n=7) -> torch.Tensor:
@@ -35,3 +35,11 @@ def test_empty_masks_and_single_rows_stay():
     for shape in ((2, 1, 0, 7), (2, 1, 3, 0), (2, 3, 1, 7)):
         mask = torch.ones(shape, dtype=torch.bool)
         assert key_padding(mask) is mask
+
+
+def test_numbers_are_split_at_what_libraries_write_for_never():
+    """A strong bias is still a bias; Swin forbids with −100 and adds to it; NaN stays."""
+    mask = torch.tensor([0.5, -9.0, -79.5, -80.0, -100.0, -torch.inf, torch.nan])
+    allowed, bias = split_mask(mask)
+    assert allowed.tolist() == [True, True, True, False, False, False, True]
+    torch.testing.assert_close(bias, torch.tensor([0.5, -9.0, -79.5, 0.0, 0.0, 0.0, torch.nan]), equal_nan=True)

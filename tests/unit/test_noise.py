@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bayesattn import noise
+from bayesattn.noise import specification as noise
 from helpers import philox_scalar
 
 # Random123's kat_vectors: counter, key, words after 7 and after 10 rounds

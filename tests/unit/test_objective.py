@@ -13,15 +13,52 @@ from helpers import no_type_checks
 
 def test_elbo_is_nll_plus_weighted_kl():
     nll, kl = torch.tensor(2.0, requires_grad=True), torch.tensor(6.0, requires_grad=True)
-    result = elbo(nll, kl, kl_weight=0.5, labels_per_example=4.0, accumulation_steps=2)
+    result = elbo(nll, kl, kl_weight=0.5, labels_per_example=4.0, accumulation_steps=2, max_share=None)
     assert result.loss.item() == (2.0 + 0.5 * 6.0 / 4.0) / 2
     result.loss.backward()
     assert nll.grad is not None
     assert kl.grad is not None
     assert (nll.grad.item(), kl.grad.item()) == (0.5, 0.5 / 4 / 2)
     assert (result.nll.item(), result.kl.item()) == (2.0, 6.0)
-    assert not result.nll.requires_grad
-    assert not result.kl.requires_grad
+    assert (result.kl_weight.item(), result.weighted_kl.item()) == (0.5, 0.75)
+    assert not any(part.requires_grad for part in result[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_weighted_kl_is_at_most_a_hundredth_of_the_nll_unless_told_otherwise(dtype, sign):
+    nll = torch.tensor(sign * 0.6875, dtype=dtype, requires_grad=True)
+    kl = torch.tensor(258.0, requires_grad=True)
+    result = elbo(nll, kl, labels_per_example=7.0)
+    assert result.weighted_kl.item() == pytest.approx(0.006875, rel=1e-6)
+    assert result.kl_weight.item() == pytest.approx(7 * 0.006875 / 258, rel=1e-6)
+    result.loss.backward()
+    # the cap is a number: it changes the KL's gradient, and not that of the NLL
+    assert nll.grad is not None
+    assert kl.grad is not None
+    assert nll.grad.item() == 1.0
+    assert kl.grad.item() == pytest.approx(0.006875 / 258, rel=1e-6)
+
+
+def test_a_kl_below_its_share_has_the_weight_it_was_given():
+    nll, kl = torch.tensor(2.0), torch.tensor(6.0)
+    assert elbo(nll, kl, kl_weight=0.003).kl_weight.item() == pytest.approx(0.003)
+    assert elbo(nll, kl, kl_weight=0.5, max_share=2.0).loss.item() == 2.0 + 0.5 * 6.0
+
+
+@pytest.mark.parametrize(("nll", "kl", "loss"), [(0.0, 6.0, 0.0), (0.0, 0.0, 0.0), (2.0, 0.0, 2.0), (2.0, -6.0, 1.98)])
+def test_the_cap_is_finite_where_a_part_is_zero_or_a_sampled_kl_negative(nll, kl, loss):
+    leaf = torch.tensor(kl, requires_grad=True)
+    result = elbo(torch.tensor(nll), leaf)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(loss)
+    assert leaf.grad is not None
+    assert math.isfinite(leaf.grad.item())
+
+
+def test_the_cap_is_that_of_each_micro_batch():
+    nlls, kl = (torch.tensor(1.0), torch.tensor(3.0)), torch.tensor(50.0)
+    assert [elbo(nll, kl, accumulation_steps=2).weighted_kl.item() for nll in nlls] == pytest.approx([0.01, 0.03])
 
 
 def test_at_weight_zero_the_kl_stays_in_the_graph():
@@ -57,7 +94,7 @@ def test_the_gradient_is_the_same_at_every_batch_size_and_accumulation(variant, 
             with ba.record_kl() as kl:
                 logits = model(part)
             nll = nn.functional.cross_entropy(logits, target)
-            elbo(nll, kl.total(), kl_weight=0.7, accumulation_steps=steps).loss.backward()
+            elbo(nll, kl.total(), kl_weight=0.7, accumulation_steps=steps, max_share=None).loss.backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
     whole = gradient(12)
@@ -73,7 +110,7 @@ def test_doubling_the_kl_weight_doubles_exactly_the_kl_part():
         model.zero_grad()
         with ba.record_kl() as kl:
             nll = model(x).square().mean()
-        elbo(nll, kl.total(), kl_weight=weight).loss.backward()
+        elbo(nll, kl.total(), kl_weight=weight, max_share=None).loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     none, one, two = gradient(0.0), gradient(1.0), gradient(2.0)
@@ -88,6 +125,8 @@ def test_doubling_the_kl_weight_doubles_exactly_the_kl_part():
         ({"kl_weight": math.nan}, "kl_weight is nan"),
         ({"labels_per_example": 0.0}, "labels_per_example is 0.0"),
         ({"accumulation_steps": 0}, "accumulation_steps is 0"),
+        ({"max_share": 0.0}, "max_share is 0.0"),
+        ({"max_share": math.nan}, "max_share is nan"),
     ],
 )
 def test_elbo_refuses_bad_numbers_by_name(options, named):

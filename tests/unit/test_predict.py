@@ -1,6 +1,8 @@
-"""Prediction: M seeded draws by repeating the batch, their summaries against definitions, and nothing left changed."""
+"""Prediction: M seeded draws, their summaries against definitions, and nothing left changed."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -41,13 +43,6 @@ def test_samples_are_draws_of_the_model_in_order():
     torch.testing.assert_close(pred.logits, expected.expand(7, BATCH, CLASSES), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(pred.samples, torch.softmax(pred.logits, dim=-1))
     torch.testing.assert_close(pred.mean, pred.samples.mean(dim=0))
-
-
-def test_the_batch_is_repeated_in_chunks_not_looped():
-    for chunk_size, calls in ((None, [7 * BATCH]), (3, [3 * BATCH, 3 * BATCH, BATCH]), (100, [7 * BATCH])):
-        model = _Model()
-        assert predict(model, X, num_samples=7, seed=0, chunk_size=chunk_size).samples.shape[0] == 7
-        assert model.calls == calls
 
 
 def test_the_seed_decides_and_the_global_generator_stays_put():
@@ -92,16 +87,20 @@ def test_no_graph_is_kept():
     assert not predict(_Model(), X, num_samples=2).logits.requires_grad
 
 
-def test_sequences_and_mappings_are_arguments_and_only_batch_tensors_are_repeated():
+def test_sequences_mappings_and_other_objects_are_arguments():
     model = _Model(ba.AttentionConfig("BAM-NOKL", weibull_k=1e12))
-    shift = torch.arange(float(CLASSES))  # first axis is not the batch's
+    shift = torch.arange(float(CLASSES))
     reference = model.eval()(X, shift).detach()
     for inputs in ((X, shift), [X, shift], {"x": X, "shift": shift}):
         logits = predict(model, inputs, num_samples=2, seed=0).logits
         torch.testing.assert_close(logits[1], reference, rtol=1e-4, atol=1e-5)
-    per_example = torch.randn(BATCH, CLASSES)
-    logits = predict(model, (X, per_example), num_samples=2, seed=0).logits
-    torch.testing.assert_close(logits[1], model(X, per_example).detach(), rtol=1e-4, atol=1e-5)
+
+    class Data:
+        x, shift = X, torch.arange(float(CLASSES))
+
+    plain = model.forward
+    model.forward = lambda data: plain(data.x, data.shift)
+    torch.testing.assert_close(predict(model, Data(), 2, seed=0).logits[1], reference, rtol=1e-4, atol=1e-5)
 
 
 def test_the_logits_are_found_in_what_models_return():
@@ -192,6 +191,37 @@ def test_sampling_draws_in_eval_mode_and_only_inside():
     assert torch.equal(model(X), mean)
 
 
+def test_scopes_of_sampling_add_up_and_each_ends_alone():
+    """The inner scope must not forget what the outer one asked for, neither while it is open nor when it closes."""
+    for dropouts in ((False, False), (True, False), (False, True), (True, True)):
+        model = _Model(dropout=0.5).eval()
+
+        def switches(model=model) -> tuple[bool, bool, bool]:
+            return model.attention.samples_in_eval, model.attention.drops_in_eval, model.drop.training
+
+        outer, inner = dropouts
+        with sampling(model, dropout=outer):
+            with sampling(model, dropout=inner):
+                assert switches() == (True, outer or inner, outer or inner), dropouts
+            assert switches() == (True, outer, outer), dropouts
+            assert not torch.equal(model(X), model(X))
+        assert switches() == (False, False, False), dropouts
+        assert torch.equal(model(X), model(X))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_made_while_sampling_does_not_sample(copied):
+    model = _Model(dropout=0.5).eval()
+    mean = model(X)
+    with sampling(model, dropout=True):
+        twin = copied(model).eval()
+        assert torch.equal(twin(X), mean)
+        assert not torch.equal(model(X), model(X))
+    assert torch.equal(twin(X), mean)
+    with sampling(twin):
+        assert not torch.equal(twin(X), twin(X))
+
+
 def test_dropout_is_a_switch_of_its_own():
     """Dropout in the layers and inside the attention, with and without attention noise."""
     for part in ("drop", "attention"):
@@ -238,8 +268,9 @@ def test_nothing_to_sample_is_an_error_not_a_flat_answer():
         ({"num_samples": 2.5}, "num_samples is 2.5; allowed: an integer of at least 1"),
         ({"chunk_size": 0}, "chunk_size is 0; allowed: an integer of at least 1"),
         ({"task": "ranking"}, "task is 'ranking'; allowed: 'multiclass', 'multilabel', 'regression'"),
-        ({"inputs": 3}, "inputs is int; allowed: a tensor, a sequence or a mapping"),
-        ({"inputs": [1, "a"]}, "inputs hold no tensor with a batch axis; allowed: at least one"),
+        ({"inputs": 3}, "inputs is int; allowed: a tensor, a sequence, a mapping, or an object such as PyG's Data"),
+        ({"inputs": "text"}, "inputs is str; allowed: a tensor, a sequence, a mapping, or an object"),
+        ({"inputs": None}, "inputs is NoneType; allowed: a tensor, a sequence, a mapping, or an object"),
     ],
 )
 def test_bad_arguments_are_refused_by_name_before_the_model_runs(options, named, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from bayesattn import runs
+from bayesattn.evaluation import runs
 
 CLASS_NAMES = ["ant", "bee", "cat"]
 

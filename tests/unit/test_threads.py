@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import bayesattn as ba
-from bayesattn.keyed import example_seeds, keyed_noise
-from bayesattn.predict import sampling
+from bayesattn.noise.keyed import example_seeds, keyed_noise
+from bayesattn.prediction import sampling
 
 STEPS = 30
 

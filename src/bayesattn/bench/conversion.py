@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize
-from bayesattn.recording import record_kl
+from bayesattn.kl import record_kl
 
 
 @dataclass(frozen=True)

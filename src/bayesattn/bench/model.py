@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from bayesattn.bench.harness import Row, Suite, recorded
-from bayesattn.config import AttentionConfig
+from bayesattn.config import AttentionConfig, Variant
+from bayesattn.kl import record_kl
 from bayesattn.nn import TransformerEncoderLayer
-from bayesattn.recording import record_kl
+
+PROVIDERS: dict[str, Variant] = {"soft (sdpa)": "soft", "BAM-NOKL": "BAM-NOKL", "BAM-WC": "BAM-WC"}
 
 
-def build_encoder(variant: str, *, dim: int, heads: int, layers: int) -> nn.TransformerEncoder:
+def build_encoder(variant: Variant, *, dim: int, heads: int, layers: int) -> nn.TransformerEncoder:
     """Build a torch encoder whose attention is of the given variant, without dropout."""
     layer = TransformerEncoderLayer(dim, heads, 4 * dim, dropout=0.0, batch_first=True, config=AttentionConfig(variant))
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -46,7 +48,7 @@ def run(device: str) -> list[Row]:
         ]
     for case, sizes, shape, autocast in cases:
         inputs = torch.randn(shape, device=device)
-        for provider, variant in (("soft (sdpa)", "soft"), ("BAM-NOKL", "BAM-NOKL"), ("BAM-WC", "BAM-WC")):
+        for provider, variant in PROVIDERS.items():
             model = build_encoder(variant, **sizes).to(device)
             step = training_step(model, inputs, with_kl=variant == "BAM-WC", autocast=autocast)
             suite.run(case, provider, "train step", step)

@@ -8,22 +8,27 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from bayesattn.optional import MissingExtra, needs_extra
+
 LINE_LIMIT = 2000
+# options whose value may be empty
+TEXTS = ("--text", "--second")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
-    try:
-        from bayesattn.cli.commands import app
-    except ModuleNotFoundError as error:
-        print(f"bayesattn: the command line needs {error.name}; pip install 'bayesattn[cli]'", file=sys.stderr)
-        sys.exit(2)
+    arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     before, warnings.showwarning = warnings.showwarning, _show_warning
     try:
-        code = app(arguments, prog_name="bayesattn", standalone_mode=False)
+        _check_empty(arguments)
+        with needs_extra("the command line", "cli"):
+            from bayesattn.cli.commands import app
+        # the first word that is no option: what the user typed is better known than what it imports
+        command = next((word for word in arguments if not word.startswith("-")), "")
+        with needs_extra(f"bayesattn {command}".strip(), "all"):
+            code = app(arguments, prog_name="bayesattn", standalone_mode=False)
     except KeyboardInterrupt:
         print("bayesattn: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -37,6 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _check_empty(arguments: Sequence[str]) -> None:
+    """Refuse an empty word, as of a shell variable that is not set: as a path it would mean the current folder."""
+    for before, word in zip(["", *arguments], arguments):
+        option, equals, value = word.partition("=")
+        if (word == "" and before not in TEXTS) or (word.startswith("--") and equals and not value and option not in TEXTS):
+            place = f"the value of {option or before}" if (option or before).startswith("--") else "an argument"
+            raise ValueError(f"{place} is empty; leave it out, or give it a value")
+
+
 def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
     print(f"bayesattn: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
@@ -48,6 +62,6 @@ def _explain(error: Exception) -> tuple[str, int]:
     # names out of files may hold anything: no control character reaches the terminal, and no line is endless
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT // 2]} … {line[-LINE_LIMIT // 2 :]}"
-    if isinstance(error, ValueError | OSError) or hasattr(error, "format_message"):
+    if isinstance(error, ValueError | OSError | MissingExtra) or hasattr(error, "format_message"):
         return line, 2
     return f"internal error: {type(error).__name__}: {line} (run again with --debug for the traceback)", 1

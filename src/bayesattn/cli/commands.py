@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bayesattn.cli import _print, captioning, language, translation, vision
+from bayesattn import __version__
+from bayesattn.cli import printing, registry
 
 app = typer.Typer(
     help="Bayesian attention: train, evaluate, report.",
@@ -28,8 +29,18 @@ DataOption = Annotated[
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 
+def _show_version(is_asked: bool) -> bool:
+    if is_asked:
+        print(f"bayesattn {__version__}")
+        raise typer.Exit
+    return is_asked
+
+
 @app.callback()
 def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Bayesian attention: train, evaluate, report."""
@@ -38,11 +49,13 @@ def options(
 @app.command("list")
 def list_recipes() -> None:
     """Show the recipes and their configs."""
-    from bayesattn import recipes
-    from bayesattn.recipes._train import config_names
-
-    found = {name: (text, config_names(recipes.config_folder(name))) for name, text in recipes.RECIPES.items()}
-    console.print(_print.recipes(found))
+    found = registry.installed()
+    if not found:
+        console.print(f"No recipe is installed. Get the paper's with: {registry.INSTALL}", highlight=False, soft_wrap=True)
+        return
+    for recipe in found.values():
+        console.print(printing.recipe(recipe))
+    console.print("Train one with: bayesattn train RECIPE --config CONFIG --out FOLDER", highlight=False)
 
 
 @app.command()
@@ -53,10 +66,9 @@ def demo(
     epochs: Annotated[int | None, typer.Option(min=1, help="Override the number of epochs.")] = None,
 ) -> None:
     """Train soft and Bayesian attention side by side on embedded data and compare them."""
-    from bayesattn import recipes
-
     for recipe, folder in (("graph", out / "graph"), ("digits", out)):
-        recipes.load(recipe, "demo").run_demo(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
+        demonstrate = registry.find(recipe).load("demo").run_demo
+        demonstrate(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
 
 
 @app.command()
@@ -73,24 +85,23 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write the log for TensorBoard.")] = False,
 ) -> None:
     """Train one model and write its run folder; Ctrl-C saves, --resume goes on."""
-    from bayesattn import recipes
-    from bayesattn.recipes._interrupts import Interrupted
-    from bayesattn.recipes._train import is_first_process, show_steps
+    from bayesattn.cli.progress import is_first_process, show_steps
 
-    module = recipes.load(recipe, "train")
+    found = registry.find(recipe)
+    module = found.load("train")
     chosen = module.load_config(config, settings or [])
-    _check_data(data, recipe, dataclasses.asdict(chosen))
+    _check_data(data, found, dataclasses.asdict(chosen))
     try:
         with show_steps("training", console) as on_progress:
             log = module.train_run(
                 chosen, out, on_progress, data=data, overwrite=overwrite, resume=resume, tensorboard=tensorboard
             )
-    except Interrupted as saved:
-        # typer would swallow the message
-        print(f"bayesattn: {saved}", file=sys.stderr)
-        raise typer.Exit(saved.exit_code) from None
+    except KeyboardInterrupt as interrupt:
+        # one that a recipe raises after it has saved its run says how to go on; typer would swallow the message
+        print(f"bayesattn: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        raise typer.Exit(getattr(interrupt, "exit_code", 130)) from None
     if is_first_process():
-        console.print(_print.last_row(log.rows[-1]))
+        console.print(printing.last_row(log.rows[-1]))
         console.print(f"run: {out}", soft_wrap=True)
 
 
@@ -107,15 +118,16 @@ def evaluate(
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples behind every interval.")] = 1000,
 ) -> None:
     """Predict the test sets of a run, write metrics.json and print its table."""
-    from bayesattn import recipes
-    from bayesattn.recipes._train import one_thread, progress
-    from bayesattn.report import measure_run
-    from bayesattn.runs import METRICS_FILE, read_run, write_predictions
+    from bayesattn.cli.progress import progress
+    from bayesattn.evaluation.report import measure_run
+    from bayesattn.evaluation.runs import METRICS_FILE, read_run, write_predictions
+    from bayesattn.evaluation.threads import one_thread
 
     strengths = _numbers("noise", noise)
     found = read_run(run)
-    module = recipes.load(found["recipe"], "evaluate")
-    _check_data(data, found["recipe"], found["config"])
+    recipe = registry.find(found["recipe"])
+    module = recipe.load("evaluate")
+    _check_data(data, recipe, found["config"])
     # a recipe whose tasks have metrics of their own measures them itself
     measure = getattr(module, "measure_run", measure_run)
     with progress(console) as display, one_thread():
@@ -136,7 +148,7 @@ def evaluate(
             num_resamples=resamples,
             on_progress=lambda done, total: display.update(task, completed=done, total=total),
         )
-    console.print(_print.metrics(measured))
+    console.print(printing.metrics(measured))
     console.print(f"metrics: {run / METRICS_FILE}", soft_wrap=True)
 
 
@@ -146,8 +158,8 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the first run.")] = None,
 ) -> None:
     """Write one self-contained HTML page that compares runs."""
-    from bayesattn.report import write_report
-    from bayesattn.runs import REPORT_FILE
+    from bayesattn.evaluation.report import write_report
+    from bayesattn.evaluation.runs import REPORT_FILE
 
     with console.status("drawing"):
         page = write_report(runs, runs[0] / REPORT_FILE if out is None else out)
@@ -160,7 +172,9 @@ def reproduce(
     only: Annotated[
         str | None, typer.Option("--datasets", "--tasks", help="Data sets or tasks, separated by commas; default: all.")
     ] = None,
-    variants: Annotated[str | None, typer.Option(help="Variants, separated by commas; default: all.")] = None,
+    variants: Annotated[
+        str | None, typer.Option(help="Variants, separated by commas, as wc or BAM-WC; default: all.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 5,
     data: DataOption = None,
     out: Annotated[
@@ -171,14 +185,12 @@ def reproduce(
         float | None, typer.Option(min=0.0, help="Begin no run after this time, for recipes that can; run again to go on.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value, for recipes that can.")
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value; may be repeated.")
     ] = None,
     noise: Annotated[str | None, typer.Option(help="Strengths of shifted test sets, for recipes that can.")] = None,
 ) -> None:
     """Train every variant with several seeds and print the paper's table beside ours."""
-    from bayesattn import recipes
-
-    module = recipes.load(recipe, "reproduce")
+    module = registry.find(recipe).load("reproduce")
     names, chosen = (None if text is None else text.split(",") for text in (only, variants))
     given = {"jobs": jobs if jobs > 1 else None, "minutes": minutes, "settings": settings or None}
     given["noise"] = None if noise is None else _numbers("noise", noise)
@@ -192,15 +204,13 @@ def reproduce(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, conversion, eager, graph, model, seeing or translation.")],
+    suite: Annotated[str, typer.Argument(help="attention, conversion, eager, graph or model, or one that a recipe adds.")],
     out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Time Bayesian attention against what one would use instead, in one run."""
-    from bayesattn.bench import SUITES, run_suite
+    from bayesattn.bench import run_suite
 
-    if suite not in SUITES:
-        raise ValueError(f"suite is {suite!r}; allowed: {', '.join(SUITES)}")
     run_suite(suite, device, out)
     console.print(f"results: {out}", soft_wrap=True)
 
@@ -208,21 +218,20 @@ def bench(
 @app.command()
 def doctor() -> None:
     """Show versions, devices and backends."""
-    from bayesattn.cli._backends import backends
-    from bayesattn.runs import environment
+    from bayesattn.cli.backends import backends
+    from bayesattn.evaluation.runs import environment
 
-    console.print(_print.environment(environment(), backends()))
+    console.print(printing.environment(environment()))
+    console.print(printing.backends(backends()))
 
 
-def _check_data(data: Path | None, recipe: str, config: dict[str, Any]) -> None:
+def _check_data(data: Path | None, recipe: registry.Recipe, config: dict[str, Any]) -> None:
     """Refuse a --data that nothing would look into; the variable speaks to all recipes, and some need not listen."""
-    from bayesattn import recipes
-
     is_asked_for = data is not None and str(data) != os.environ.get(DATA_VARIABLE)
-    if is_asked_for and not recipes.reads_files(recipe, config):
+    if is_asked_for and not recipe.reads_files(config):
         raise ValueError(
-            f"data is {str(data)!r}, but recipe {recipe!r} reads no files with this config; leave --data out, or choose "
-            "another data set"
+            f"data is {str(data)!r}, but recipe {recipe.name!r} reads no files with this config; leave --data out, or "
+            "choose another data set"
         )
 
 
@@ -233,5 +242,6 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         raise ValueError(f"{name} is {text!r}; allowed: numbers separated by commas, as in 0,1,2") from None
 
 
-for topic in (language, translation, vision, captioning):
-    topic.register(app)
+for recipe_with_commands in registry.installed().values():
+    if recipe_with_commands.has("commands"):
+        recipe_with_commands.load("commands").register(app)

@@ -1,26 +1,29 @@
 """Who can make which attention module Bayesian.
 
 An adapter is a Python module with the four functions of `Adapter`. One for torch ships here; those for transformers and
-torch_geometric live in `bayesattn.hf` and `bayesattn.graph` and are loaded only if the library in question is already
-imported: a model of that library cannot exist otherwise.
+torch_geometric live in `bayesattn.integrations` and are loaded only if the library in question is already imported: a model
+of that library cannot exist otherwise.
 """
 
 import importlib
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 from torch import nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.convert import sdpa
 from bayesattn.nn import BayesianModule
 
 # library that must be imported → adapter; the first that claims a module keeps it
 ADAPTERS: dict[str, str] = {
     "torch": "bayesattn.convert.multihead",
-    "transformers": "bayesattn.hf.adapter",
-    "torch_geometric": "bayesattn.graph.adapter",
+    "transformers": "bayesattn.integrations.hf.adapter",
+    "transformers.modeling_utils": "bayesattn.integrations.hf.softmax",
+    "torch_geometric": "bayesattn.integrations.pyg.adapter",
     "torch.nn": "bayesattn.convert.sdpa",
 }
 
@@ -90,12 +93,18 @@ def converted_modules(model: nn.Module) -> list[tuple[str, Adapter, BayesianModu
     return found
 
 
-def find_candidates(model: nn.Module, config: AttentionConfig) -> list[Candidate]:
-    """Return every attention module that is not Bayesian yet, in the model's order, including those nobody can convert."""
+def find_candidates(model: nn.Module, config: AttentionConfig, callers: Sequence[str] = ()) -> list[Candidate]:
+    """Return every attention module that is not Bayesian yet, in the model's order, including those nobody can convert.
+
+    `callers` names modules that are known to call `F.scaled_dot_product_attention`, though their source may not show it.
+    """
     claimed: dict[str, Candidate] = {}
     for adapter in loaded_adapters():
         for name, problem in adapter.find(model, config).items():
             claimed.setdefault(name, Candidate(name, model.get_submodule(name), adapter, problem))
+    for name in callers:
+        module = model.get_submodule(name)
+        claimed.setdefault(name, Candidate(name, module, cast(Adapter, sdpa), sdpa.problem(module, config)))
     taken = list(claimed) + [name for name, _, _ in converted_modules(model)]
     unclaimed = [
         name
@@ -107,7 +116,10 @@ def find_candidates(model: nn.Module, config: AttentionConfig) -> list[Candidate
     for name in unclaimed:
         # of a wrapper and the attention inside it only the inner one is named
         if not any(other != name and _is_inside(other, name) for other in unclaimed):
-            problem = "its attention is its own code: neither torch's, nor PyG's, nor through transformers' registry"
+            problem = (
+                "its attention is its own code: neither torch's, nor PyG's, nor through transformers' registry; if it calls "
+                "F.scaled_dot_product_attention all the same, give bayesianize one batch as example_inputs"
+            )
             claimed[name] = Candidate(name, model.get_submodule(name), None, problem)
     return [claimed[name] for name, _ in model.named_modules() if name in claimed]
 

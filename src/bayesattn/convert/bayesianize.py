@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.convert import sdpa
 from bayesattn.convert.adapters import Candidate, converted_modules, find_candidates
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -14,13 +15,22 @@ Selection = Sequence[int | str]
 
 
 def bayesianize(
-    model: Model, config: AttentionConfig, *, layers: Selection | None = None, exclude: Selection | None = None
+    model: Model,
+    config: AttentionConfig,
+    *,
+    layers: Selection | None = None,
+    exclude: Selection | None = None,
+    example_inputs: Any = None,
 ) -> Model:
     """Make the attention of `model` Bayesian, in place.
 
     In eval mode the converted model computes exactly what it computed before. In train mode, and inside
     `sampling(model)`, attention weights are drawn; `record_kl()` collects the KL of every call. `report(model)` says
     what was converted. BAM-WC and BAM-LC add one small prior network per attention module, everything else no parameter.
+    Build the optimizer afterwards, or it does not have the priors; `report(model).added_parameters` says how many they are.
+
+    On a pretrained model the default noise, k = 5, changes almost nothing when drawn: the mutual information of a
+    classifier's draws is 0.001 to 0.003 nats. `tune_noise` chooses the noise on validation data.
 
     Args:
         model: A model of torch (`nn.MultiheadAttention`, `nn.Transformer*`, modules that call
@@ -30,6 +40,8 @@ def bayesianize(
         layers: Convert only these: names or glob patterns (`"*.encoder.*"`), or positions in the model's order of
             attention modules; None means all.
         exclude: Leave these alone, given in the same way.
+        example_inputs: One batch, as for `predict`. The model is run on it once, in eval mode, to find modules that call
+            `F.scaled_dot_product_attention` in a way that their source does not show.
 
     Returns:
         The model it was given.
@@ -49,13 +61,26 @@ def bayesianize(
             f"model has {len(already)} Bayesian attention modules already, the first is {already[0][0]!r}; "
             "call restore(model) before converting it again"
         )
-    candidates = find_candidates(model, config)
+    candidates = find_candidates(model, config, () if example_inputs is None else sdpa.callers(model, example_inputs))
     if not candidates:
         raise ValueError(
             f"model is a {type(model).__name__} in which no attention was found; allowed: a model with "
             "nn.MultiheadAttention, a transformers model whose attention goes through its AttentionInterface, GATConv, "
             "GATv2Conv or TransformerConv of PyTorch Geometric, or modules that call F.scaled_dot_product_attention"
+            + ("; if the source does not show that call, give one batch as example_inputs" if example_inputs is None else "")
         )
+    attach_selected(model, config, candidates, layers, exclude)
+    return model
+
+
+def attach_selected(
+    model: nn.Module,
+    config: AttentionConfig,
+    candidates: list[Candidate],
+    layers: Selection | None,
+    exclude: Selection | None = None,
+) -> None:
+    """Convert those candidates that `layers` and `exclude` select, or none of them."""
     selected = _select(candidates, layers, exclude)
     _raise_on_problems(model, candidates, selected)
     attached: list[Candidate] = []
@@ -69,7 +94,6 @@ def bayesianize(
             assert candidate.adapter is not None
             candidate.adapter.detach(model, candidate.name)
         raise
-    return model
 
 
 def restore(model: Model) -> Model:

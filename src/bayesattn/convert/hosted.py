@@ -1,7 +1,6 @@
 """The Bayesian part of an attention module that keeps its own class: config, prior and switches, attached as a child."""
 
 import dataclasses
-import importlib
 import json
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 
 from bayesattn import functional
 from bayesattn.config import AttentionConfig
-from bayesattn.convert.streams import NoiseStream
 from bayesattn.nn import BayesianModule
+from bayesattn.noise.streams import NoiseStream
 from bayesattn.ops.attention import reference
-from bayesattn.ops.precision import upcast, without_autocast
+from bayesattn.ops.common.precision import upcast, without_autocast
 
 CHILD_NAME = "bayes"
 
@@ -234,9 +233,9 @@ def decode_config(settings: Tensor) -> AttentionConfig:
 
 
 def config_from_dict(values: dict[str, Any]) -> AttentionConfig:
-    """Build a config from what its `to_dict` returned: one of a rival has keys that only `AttentionChoice` knows."""
-    known = {field.name for field in dataclasses.fields(AttentionConfig)}
-    if set(values) <= known:
-        return AttentionConfig.from_dict(values)
-    # by its name, so that the imports of the package keep pointing inwards
-    return importlib.import_module("bayesattn.baselines").AttentionChoice.from_dict(values)
+    """Build a config from what its `to_dict` returned; a subclass is known once the package that defines it is imported."""
+    for kind in (AttentionConfig, *AttentionConfig.__subclasses__()):
+        if set(values) <= {field.name for field in dataclasses.fields(kind)}:
+            return kind.from_dict(values)
+    # raises, and lists the keys that there are
+    return AttentionConfig.from_dict(values)

@@ -4,11 +4,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bayesattn.ops.attention.masking import look_once
+from bayesattn.ops.attention.masking import look_once, split_bias
 
-# e^-80 is 2e-35: beside any other key of its row such a weight is nothing in float32. Libraries forbid with −inf, with the
-# smallest number of the dtype, or (Swin) with −100 plus a small learnt bias
-FORBIDDEN = -80.0
 # where a mask remembers what `key_padding` found
 _MEMO = "_bayesattn_is_one_row"
 
@@ -25,8 +22,7 @@ def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[T
         raise ValueError(
             f"the attention mask is {mask.dtype}; allowed: torch.bool (True = attend) or floating-point (additive)"
         )
-    allowed = mask > FORBIDDEN
-    return allowed, mask.masked_fill(~allowed, 0.0)
+    return split_bias(mask)
 
 
 def combine_bias(first: Tensor | None, second: Tensor | None) -> Tensor | None:

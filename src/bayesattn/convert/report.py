@@ -6,6 +6,7 @@ from torch import nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.adapters import converted_modules, find_candidates
+from bayesattn.convert.tuning import NOISE_FIELD
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class ReportRow:
         name: Its name in the model.
         kind: Its class.
         variant: Variant of its Bayesian attention; None where it was left alone.
+        noise: How much is drawn, such as `weibull_k = 5`; None where nothing is.
         parameters: Parameters that the conversion added.
         reason: Why it was left alone; None where it was converted.
     """
@@ -23,6 +25,7 @@ class ReportRow:
     name: str
     kind: str
     variant: str | None
+    noise: str | None
     parameters: int
     reason: str | None
 
@@ -56,12 +59,13 @@ class ConversionReport:
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=0)
-        lines = [f"{row.name:<{width}}  {row.kind}: {row.variant or 'left alone, ' + str(row.reason)}" for row in self.rows]
+        lines = [f"{row.name:<{width}}  {row.kind}: {_outcome(row)}" for row in self.rows]
         before = self.model_parameters - self.added_parameters
         share = f" ({self.added_parameters / before:.2%} of {before:,})" if before else ""
         lines.append(
             f"{len(self.converted)} of {len(self.rows)} attention modules are Bayesian, "
             f"{self.added_parameters:,} parameters added{share}"
+            + (": an optimizer built before the conversion does not have them" if self.added_parameters else "")
         )
         return "\n".join(lines)
 
@@ -71,9 +75,23 @@ def report(model: nn.Module) -> ConversionReport:
     rows = {}
     for name, _, part in converted_modules(model):
         added = sum(p.numel() for child in (part.bayes_prior, part.bayes_rival) if child for p in child.parameters())
-        rows[name] = ReportRow(name, type(model.get_submodule(name)).__name__, part.config.variant, added, None)
+        kind, config = type(model.get_submodule(name)).__name__, part.config
+        rows[name] = ReportRow(name, kind, config.variant, _noise(config), added, None)
     for candidate in find_candidates(model, AttentionConfig("BAM-NOKL")):
         reason = candidate.problem or "not selected"
-        rows[candidate.name] = ReportRow(candidate.name, candidate.kind, None, 0, reason)
+        rows[candidate.name] = ReportRow(candidate.name, candidate.kind, None, None, 0, reason)
     ordered = tuple(rows[name] for name, _ in model.named_modules() if name in rows)
     return ConversionReport(ordered, sum(p.numel() for p in model.parameters()))
+
+
+def _noise(config: AttentionConfig) -> str | None:
+    if config.variant not in AttentionConfig.allowed_variants or config.family is None:
+        return None
+    field = NOISE_FIELD[config.family]
+    return f"{field} = {getattr(config, field):g}"
+
+
+def _outcome(row: ReportRow) -> str:
+    if row.variant is None:
+        return f"left alone, {row.reason}"
+    return row.variant if row.noise is None else f"{row.variant}, {row.noise}"

@@ -1,8 +1,10 @@
-"""Save what a conversion added, and only that: prior weights as safetensors, everything else as JSON. No pickles."""
+"""Save what a conversion added, or the whole model: weights as safetensors, everything else as JSON. No pickles."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,55 +14,106 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.convert.adapters import converted_modules
-from bayesattn.convert.bayesianize import bayesianize, restore
+from bayesattn.convert import sdpa
+from bayesattn.convert.adapters import converted_modules, find_candidates
+from bayesattn.convert.bayesianize import attach_selected, restore
 from bayesattn.convert.hosted import CHILD_NAME, config_from_dict, decode_config
-from bayesattn.nn import BayesianModule
-from bayesattn.nn._base import RIVAL_NAME
+from bayesattn.convert.state import prior_tensors, separate, shared, unwrapped, whole_state, without_wrappers
+from bayesattn.files import replacing
 
 CONFIG_FILE = "bayesattn_config.json"
 WEIGHTS_FILE = "bayesattn.safetensors"
 FORMAT_VERSION = 1
 
+_log = logging.getLogger(__name__)
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def save_bayesian(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the config of every Bayesian attention module and the weights of the priors into `folder`.
+@dataclass(frozen=True)
+class _Saved:
+    """What a folder holds: the config of every Bayesian module, and the tensors of the priors or of the whole model."""
 
-    The host's own weights are not written. A transformers host may also be saved with its own `save_pretrained`, which
-    then holds both; `load_bayesian` reads either, and loading that folder without this library gives the plain model.
+    configs: dict[str, AttentionConfig]
+    weights: dict[str, Tensor]
+    whole: bool = False
+    callers: tuple[str, ...] = ()
+
+
+def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bool = False) -> None:
+    """Write the config of every Bayesian attention module and the weights of the priors, or all weights, into `folder`.
+
+    Without `whole` the host's own weights are not written, and a line of the log says so: fine-tuned ones would be lost.
+    A transformers host may also be saved with its own `save_pretrained`, which then holds everything. `load_bayesian`
+    reads each of the three.
 
     Args:
         model: A model that `bayesianize` changed.
         folder: Created if missing.
+        whole: Write the model's whole state_dict, a tensor that several names share (tied weights) once.
+
+    Raises:
+        ValueError: The model cannot be saved, or the priors alone would replace a whole model; nothing is written.
     """
-    model = _unwrapped(model)
+    is_adapted = hasattr(without_wrappers(model), "get_base_model")
+    model, folder = unwrapped(model), Path(folder)
     converted = converted_modules(model)
     if not converted:
         raise ValueError(
             f"model is a {type(model).__name__} without converted attention; allowed: one that bayesianize changed"
         )
-    modules = {name: part.config.to_dict() for name, _, part in converted}
+    if whole and is_adapted:
+        raise ValueError(
+            "whole is True for a PEFT model; save its adapter with save_pretrained and the priors without whole, "
+            "or call merge_and_unload() first"
+        )
+    if not whole and (folder / CONFIG_FILE).exists() and _describe(folder / CONFIG_FILE).get("whole"):
+        raise ValueError(
+            f"{folder} holds a whole model, whose weights the priors alone would replace; "
+            "choose another folder, or give whole=True"
+        )
     weights: dict[str, Tensor] = {}
     for name, _, part in converted:
-        tensors = _prior_tensors(name, part)
-        weights |= {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    description = {"format": FORMAT_VERSION, "model": type(model).__name__, "modules": modules}
+        weights |= prior_tensors(name, part)
+    num_priors = sum(value.numel() for value in weights.values())
+    if whole:
+        weights = whole_state(model)
+    aliases = shared(weights)
+    description = {
+        "format": FORMAT_VERSION,
+        "model": type(model).__name__,
+        "whole": whole,
+        "modules": {name: part.config.to_dict() for name, _, part in converted},
+        "shared": aliases,
+        # modules that only a run of the model has shown to attend (`example_inputs` of bayesianize)
+        "callers": [
+            name for name, adapter, _ in converted if adapter is sdpa and not sdpa.is_shown(model.get_submodule(name))
+        ],
+    }
     text = json.dumps(description, indent=2) + "\n"
+    own = separate({key: value for key, value in weights.items() if key not in aliases})
     # weights first: a folder with a config always has its weights
-    _replace(folder / WEIGHTS_FILE, lambda path: save_file(weights, path, metadata={"format": "pt"}))
-    _replace(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    with replacing(folder / WEIGHTS_FILE) as path:
+        save_file(own, path, metadata={"format": "pt"})
+    with replacing(folder / CONFIG_FILE) as path:
+        path.write_text(text, encoding="utf-8")
+    if not whole and not _has_other_weights(folder):
+        others = sum(p.numel() for p in model.parameters()) - num_priors
+        _log.warning(
+            "save_bayesian wrote %s parameters of the priors to %s, not the other %s of the model; "
+            "if those were trained, write save_bayesian(model, folder, whole=True)",
+            f"{num_priors:,}", folder, f"{others:,}",
+        )  # fmt: skip
 
 
 def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
-    """Make `model` Bayesian as the one saved in `folder` was, priors included.
+    """Make `model` Bayesian as the one saved in `folder` was: priors included, and all weights if they were saved.
 
     Args:
-        model: The deterministic model, or one converted in the same places (its priors are overwritten).
-        folder: Written by `save_bayesian`, or by `save_pretrained` of a converted transformers model.
+        model: The deterministic model, or one converted in the same places (its priors are overwritten). With a whole
+            model in the folder, all its weights are overwritten, so it may come fresh from its config.
+        folder: Written by `save_bayesian`, or by `save_pretrained` of a converted transformers model; of the latter only
+            the Bayesian part is read, since `from_pretrained` reads the rest.
 
     Raises:
         ValueError: The folder holds nothing of ours, or it does not fit the model; the model is unchanged.
@@ -68,23 +121,23 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"folder is {str(folder)!r}, which is not a folder")
-    configs, weights = _read_own(folder) if (folder / CONFIG_FILE).exists() else _read_host_checkpoint(folder)
-    host = _unwrapped(model)
-    missing = sorted(set(configs) - {name for name, _ in host.named_modules()})
+    saved = _read_own(folder) if (folder / CONFIG_FILE).exists() else _read_host_checkpoint(folder)
+    host = unwrapped(model)
+    missing = sorted({*saved.configs, *saved.callers} - {name for name, _ in host.named_modules()})
     if missing:
         raise ValueError(
             f"the saved model has attention modules {missing[:8]} that this {type(host).__name__} does not have"
         )
-    before = {name: part.config for name, _, part in converted_modules(host)}
-    if before and set(before) != set(configs):
+    before = {name for name, _, _ in converted_modules(host)}
+    if before and before != set(saved.configs):
         raise ValueError(
-            f"model has Bayesian attention in {sorted(before)[:8]}, the saved one in {sorted(configs)[:8]}; "
+            f"model has Bayesian attention in {sorted(before)[:8]}, the saved one in {sorted(saved.configs)[:8]}; "
             "call restore(model) first"
         )
     if not before:
-        _convert(host, configs)
+        _convert(host, saved.configs, saved.callers)
     try:
-        _load_priors(host, configs, weights)
+        _load(host, saved)
     except BaseException:
         if not before:
             restore(host)
@@ -92,14 +145,14 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
     return model
 
 
-def _convert(model: nn.Module, configs: dict[str, AttentionConfig]) -> None:
-    """Convert the named modules, all with one config at first: `bayesianize` refuses a second call."""
+def _convert(model: nn.Module, configs: dict[str, AttentionConfig], callers: tuple[str, ...]) -> None:
+    """Convert the named modules, all with one config at first."""
     widest = next((c for c in configs.values() if _shape_of_prior(c)), next(iter(configs.values())))
     if any(_shape_of_prior(config) not in (None, _shape_of_prior(widest)) for config in configs.values()):
         raise ValueError(
             "the saved modules have priors of different kinds; save and load the parts of such a model one by one"
         )
-    bayesianize(model, widest, layers=list(configs))
+    attach_selected(model, widest, find_candidates(model, widest, callers), list(configs))
 
 
 def _shape_of_prior(config: AttentionConfig) -> tuple[Any, ...] | None:
@@ -108,43 +161,74 @@ def _shape_of_prior(config: AttentionConfig) -> tuple[Any, ...] | None:
     return (config.prior_hidden_dim, config.prior_per_head) if config.prior_kind == "contextual" else None
 
 
-def _load_priors(model: nn.Module, configs: dict[str, AttentionConfig], weights: dict[str, Tensor]) -> None:
+def _load(model: nn.Module, saved: _Saved) -> None:
     """Check every tensor against its place, then copy them all."""
-    targets: dict[str, Tensor] = {}
     parts = {name: part for name, _, part in converted_modules(model)}
-    for name, part in parts.items():
-        targets |= _prior_tensors(name, part)
-    if set(targets) != set(weights):
-        differing = sorted(set(targets) ^ set(weights))
-        raise ValueError(f"the saved priors and those of the model differ in {differing[:8]}")
-    for key, value in weights.items():
+    targets: dict[str, Tensor] = {}
+    if saved.whole:
+        targets = whole_state(model)
+    else:
+        for name, part in parts.items():
+            targets |= prior_tensors(name, part)
+    if set(targets) != set(saved.weights):
+        differing = sorted(set(targets) ^ set(saved.weights))
+        what = "weights" if saved.whole else "priors"
+        raise ValueError(f"the saved {what} and those of the model differ in {differing[:8]}")
+    for key, value in saved.weights.items():
         if value.shape != targets[key].shape:
             raise ValueError(
                 f"{key} has shape {tuple(value.shape)} in the file and {tuple(targets[key].shape)} in the model"
             )
-    with torch.no_grad():
-        for key, value in weights.items():
-            targets[key].copy_(value)
+    for key, first in shared(targets).items():
+        one, two = saved.weights[key], saved.weights[first]
+        if one is not two and not torch.equal(one, two):
+            raise ValueError(f"{first} and {key} are one tensor in the model and two different ones in the file")
+    if saved.whole:
+        model.load_state_dict(saved.weights)
+    else:
+        with torch.no_grad():
+            for key, value in saved.weights.items():
+                targets[key].copy_(value)
     for name, part in parts.items():
-        part.config = configs[name]
+        part.config = saved.configs[name]
 
 
-def _read_own(folder: Path) -> tuple[dict[str, AttentionConfig], dict[str, Tensor]]:
+def _read_own(folder: Path) -> _Saved:
     path = folder / CONFIG_FILE
+    description = _describe(path)
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        version, modules = description["format"], description["modules"]
-        configs = {str(name): config_from_dict(values) for name, values in modules.items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a file that save_bayesian wrote: {type(error).__name__}: {error}") from error
+        version = description["format"]
+        configs = {str(name): config_from_dict(values) for name, values in description["modules"].items()}
+        whole, aliases = bool(description.get("whole", False)), dict(description.get("shared", {}))
+        callers = tuple(map(str, description.get("callers", ())))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _not_ours(path, error) from error
     if version != FORMAT_VERSION:
         raise ValueError(f"{path} has format {version!r}; allowed: {FORMAT_VERSION}")
     if not (folder / WEIGHTS_FILE).exists():
         raise ValueError(f"{folder} has {CONFIG_FILE} but not {WEIGHTS_FILE}")
-    return configs, _read_tensors(folder / WEIGHTS_FILE, lambda key: True)
+    weights = _read_tensors(folder / WEIGHTS_FILE, lambda key: True)
+    lost = sorted(set(aliases.values()) - set(weights))
+    if lost:
+        raise ValueError(f"{folder / WEIGHTS_FILE} lacks {lost[:8]}, which {CONFIG_FILE} says are shared")
+    return _Saved(configs, weights | {key: weights[first] for key, first in aliases.items()}, whole, callers)
 
 
-def _read_host_checkpoint(folder: Path) -> tuple[dict[str, AttentionConfig], dict[str, Tensor]]:
+def _describe(path: Path) -> dict[str, Any]:
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _not_ours(path, error) from error
+    if not isinstance(description, dict):
+        raise _not_ours(path, TypeError(f"it holds a {type(description).__name__}"))
+    return description
+
+
+def _not_ours(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is not a file that save_bayesian wrote: {type(error).__name__}: {error}")
+
+
+def _read_host_checkpoint(folder: Path) -> _Saved:
     """Pick our tensors out of a host's own checkpoint, in one file or in shards."""
     marker = f".{CHILD_NAME}."
     tensors: dict[str, Tensor] = {}
@@ -164,7 +248,7 @@ def _read_host_checkpoint(folder: Path) -> tuple[dict[str, AttentionConfig], dic
             f"{folder} holds neither {CONFIG_FILE} nor a checkpoint of a converted transformers model; allowed: a folder "
             "written by save_bayesian, or by save_pretrained of a Bayesian model"
         )
-    return configs, weights
+    return _Saved(configs, weights)
 
 
 def _read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -175,32 +259,6 @@ def _read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file beside `path`, then rename: no reader ever sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    """Return the model inside the wrappers of torch.compile, data parallelism and PEFT: names must not depend on them."""
-    model = getattr(model, "_orig_mod", model)
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _prior_tensors(name: str, part: BayesianModule) -> dict[str, Tensor]:
-    """Return the parameters of a prior, or the state of a rival, under names that start with the attention module's."""
-    if part.bayes_rival is not None:
-        return {f"{name}.{RIVAL_NAME}.{key}".lstrip("."): value for key, value in part.bayes_rival.state_dict().items()}
-    prior: Any = part.bayes_prior
-    if prior is None:
-        return {}
-    if hasattr(prior, "modules_to_save"):
-        # PEFT keeps the untrained original beside the copy it trains
-        prior = prior.modules_to_save[prior.active_adapters[0]]
-    return {f"{name}.{key}".lstrip("."): value for key, value in prior.named_parameters()}
+def _has_other_weights(folder: Path) -> bool:
+    """Whether the host was saved beside: a checkpoint of a Trainer, of `save_pretrained` or of PEFT."""
+    return any(path.name != WEIGHTS_FILE for path in folder.glob("*.safetensors")) or any(folder.glob("*.bin"))

@@ -4,9 +4,12 @@ The module's class is swapped for a subclass of the same name whose `forward` ru
 of sampling and recording the mode is not even entered, so the original code runs untouched.
 """
 
+import dis
 import inspect
 import math
+from collections.abc import Iterator
 from functools import cache
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,23 +21,62 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate, key_dim, num_key_heads
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
+from bayesattn.convert.modes import evaluating
 from bayesattn.nn import BayesianModule
+from bayesattn.prediction import _as_arguments
 
 
 def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-    """Return modules outside torch, transformers and PyG whose own `forward` calls torch's attention."""
-    found: dict[str, str | None] = {}
-    for name, module in model.named_modules():
-        library = type(module).__module__.split(".")[0]
-        if library in ("torch", "transformers", "torch_geometric") or isinstance(module, _Intercepting | BayesianModule):
-            continue
-        if not _calls_sdpa(type(module)):
-            continue
-        problem = f"{config.variant} needs the features of a key; give the module an integer attribute head_dim"
-        found[name] = problem if config.needs_key_dim and key_dim(module) is None else None
-        if hasattr(module, CHILD_NAME):
-            found[name] = f"it has an attribute {CHILD_NAME!r} of its own"
-    return found
+    """Return modules outside torch, transformers and PyG whose source shows a call of torch's attention."""
+    return {
+        name: problem(module, config)
+        for name, module in model.named_modules()
+        if _library(type(module)) not in ("torch", "transformers", "torch_geometric")
+        and not isinstance(module, _Intercepting | BayesianModule)
+        and _shows_call(type(module))
+    }
+
+
+@torch.no_grad()
+def callers(model: nn.Module, inputs: Any) -> list[str]:
+    """Run the model once on `inputs` (as in `predict`) and return the modules whose own code called torch's attention.
+
+    That is the innermost module at the time of the call. Modules of torch are left out: they have an adapter.
+    """
+    args, kwargs = _as_arguments(inputs)
+    running: list[nn.Module] = []
+    watch = _Watch(running)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    hooks = []
+    try:
+        for module in model.modules():
+            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+        with evaluating(model), watch:
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, module in model.named_modules() if module in watch.found and _library(type(module)) != "torch"]
+
+
+def problem(module: nn.Module, config: AttentionConfig) -> str | None:
+    """Say why a module that calls torch's attention cannot be converted; None where it can."""
+    if hasattr(module, CHILD_NAME):
+        return f"it has an attribute {CHILD_NAME!r} of its own"
+    if config.needs_key_dim and key_dim(module) is None:
+        return f"{config.variant} needs the features of a key; give the module an integer attribute head_dim"
+    return None
+
+
+def is_shown(module: nn.Module) -> bool:
+    """Whether `find` would find a converted module again, once it is restored."""
+    return _shows_call(type(module).__mro__[2])
 
 
 def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
@@ -77,6 +119,19 @@ def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
     return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
 
 
+class _Watch(TorchFunctionMode):
+    """Notes which of the running modules calls `F.scaled_dot_product_attention`."""
+
+    def __init__(self, running: list[nn.Module]) -> None:
+        super().__init__()
+        self.running, self.found = running, set[nn.Module]()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention and self.running:
+            self.found.add(self.running[-1])
+        return func(*args, **(kwargs or {}))
+
+
 class _SampledAttention(TorchFunctionMode):
     """Replaces calls of `F.scaled_dot_product_attention` by sampled attention."""
 
@@ -110,7 +165,9 @@ class _SampledAttention(TorchFunctionMode):
         options = {"mask": mask, "bias": bias, "is_causal": is_causal}
         options["scale"] = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         if not child.is_sampling and child.bayes_rival is None:
-            output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            # not seen by a module around this one that is converted as well: its KL would count this call again
+            with torch._C.DisableTorchFunction():
+                output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             return child.record_mean(output, batched[0], batched[1], **options)
         if child.wakes_dropout:
             if self.dropout_p is None:
@@ -122,6 +179,49 @@ class _SampledAttention(TorchFunctionMode):
         return output.reshape(*lead, *output.shape[1:]) if query.ndim >= 3 else output[0, 0]
 
 
-def _calls_sdpa(module_class: type[nn.Module]) -> bool:
-    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
-    return code is not None and "scaled_dot_product_attention" in code.co_names
+def _library(thing: type | FunctionType) -> str:
+    return str(thing.__module__).split(".")[0]
+
+
+@cache
+def _shows_call(module_class: type[nn.Module]) -> bool:
+    """Whether the code of `forward`, or of a function or method that it reads, and so on, reads torch's attention."""
+    pending: list[Any] = [module_class.forward]
+    seen: set[CodeType] = set()
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        # torch's own functions read it too, but call it only now and then (`F.multi_head_attention_forward`)
+        if not isinstance(function, FunctionType) or function.__code__ in seen or _library(function) == "torch":
+            continue
+        seen.add(function.__code__)
+        # by its name as well: an import inside the function hides the value
+        if F.scaled_dot_product_attention.__name__ in function.__code__.co_names:
+            return True
+        values = list(_values_read(function, function.__code__, module_class))
+        if any(value is F.scaled_dot_product_attention for value in values):
+            return True
+        pending += [value for value in values if isinstance(value, FunctionType)]
+    return False
+
+
+def _values_read(function: FunctionType, code: CodeType, module_class: type[nn.Module]) -> Iterator[Any]:
+    """Yield the values behind `f`, `module.f` and `self.f` wherever the code, or code inside it, reads them."""
+    self_name = function.__code__.co_varnames[:1]
+    around = inspect.getclosurevars(function).nonlocals
+    value: Any = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname == "LOAD_GLOBAL":
+            value = function.__globals__.get(name)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            # vars of a module: getattr of a lazy one would import something
+            members = vars(value) if isinstance(value, ModuleType) else {}
+            value = getattr(module_class, name, None) if value is module_class else members.get(name)
+        elif instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and (name,) == self_name:
+            value = module_class
+        else:
+            value = around.get(name) if instruction.opname == "LOAD_DEREF" else None
+        yield value
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _values_read(function, constant, module_class)

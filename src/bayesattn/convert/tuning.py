@@ -6,7 +6,8 @@ that maximises the validation log-likelihood of the M-sample predictive distribu
     (1/M) Σ_s p(y | x, S_s),   S_s ~ q
 
 for all layers at once, or then layer by layer. With too little noise this is the deterministic model, with too much of it
-a model that ignores its attention.
+a model that ignores its attention. In between the NLL falls and then rises, so a golden-section search finds its minimum
+on the ordered candidates without trying them all.
 """
 
 import dataclasses
@@ -20,17 +21,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bayesattn import metrics
+from bayesattn.batching import BatchDims
+from bayesattn.convert.modes import evaluating
+from bayesattn.convert.progress import Progress
+from bayesattn.convert.search import follow, most_evaluations, search
 from bayesattn.nn import BayesianModule
-from bayesattn.predict import _as_arguments, _find_logits, predict
+from bayesattn.prediction import _as_arguments, _find_logits, predict
 
 IGNORED_LABEL = -100
 
-# from a hundredth of the scores' unit of standard deviation to about one; ln E has a standard deviation of 1.28
+# from least noise to most: the standard deviation of the log-noise, 1.28/k or σ, goes from 0.013 to 2.6.
+# Twelve, because five evaluations find the best of that many
 CANDIDATES = {
-    "weibull": (100.0, 50.0, 20.0, 10.0, 5.0, 3.0, 2.0, 1.0),
-    "lognormal": (0.013, 0.026, 0.064, 0.13, 0.26, 0.43, 0.64, 1.3),
+    "weibull": (100.0, 50.0, 30.0, 20.0, 10.0, 7.0, 5.0, 3.0, 2.0, 1.5, 1.0, 0.5),
+    "lognormal": (0.013, 0.026, 0.043, 0.064, 0.13, 0.18, 0.26, 0.43, 0.64, 0.85, 1.3, 2.6),
 }
-_FIELD = {"weibull": "weibull_k", "lognormal": "sigma_q"}
+NOISE_FIELD = {"weibull": "weibull_k", "lognormal": "sigma_q"}
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,32 @@ class NoiseTuning:
     Attributes:
         parameter: `weibull_k` or `sigma_q`.
         values: Its chosen value for every Bayesian attention module, by name.
-        nll_by_value: Validation NLL of every candidate, used for all layers at once.
+        candidates: What it was chosen from, from least noise to most.
+        nll_by_value: Validation NLL of the candidates that were tried, each used for all layers at once.
         before: Quality of the deterministic model.
         after: Quality of the M-sample predictive with the chosen values.
     """
 
     parameter: str
     values: dict[str, float]
+    candidates: tuple[float, ...]
     nll_by_value: dict[float, float]
     before: Quality
     after: Quality
+
+    @property
+    def at_edge(self) -> str | None:
+        """What to know about a choice at an end of the candidates, beyond which nothing was tried; None elsewhere."""
+        least, most = self.candidates[0], self.candidates[-1]
+        if least == most:
+            return None
+        if most in self.values.values():
+            return (
+                f"{self.parameter} = {most:g} is the most noise of all candidates; more may be better: give candidates=[...]"
+            )
+        if least in self.values.values():
+            return f"{self.parameter} = {least:g} is the least noise of all candidates: the data ask for hardly any"
+        return None
 
     def __str__(self) -> str:
         chosen = sorted(set(self.values.values()))
@@ -66,7 +88,8 @@ class NoiseTuning:
             f"{name:>6}  {getattr(self.before, name):.4f} → {getattr(self.after, name):.4f}"
             for name in ("nll", "ece", "aurc")
         ]
-        return "\n".join([f"{self.parameter}: {', '.join(f'{value:g}' for value in chosen)}", *rows])
+        edge = [] if self.at_edge is None else [self.at_edge]
+        return "\n".join([f"{self.parameter}: {', '.join(f'{value:g}' for value in chosen)}", *rows, *edge])
 
 
 def tune_noise(
@@ -78,22 +101,27 @@ def tune_noise(
     seed: int = 0,
     per_layer: bool = False,
     chunk_size: int | None = None,
+    batch_dims: BatchDims | None = None,
     output: Callable[[Any], Tensor] | None = None,
+    quiet: bool = False,
 ) -> NoiseTuning:
     """Set the noise of every Bayesian attention module to what predicts the validation labels best.
 
-    All candidates are compared under the same random numbers. The choice is kept by `save_bayesian`.
+    All candidates are compared under the same random numbers. The choice is kept by `save_bayesian`. Every candidate that
+    is tried is a line on stderr, with the time left.
 
     Args:
         model: A model with Bayesian attention of one family; its configs are replaced, nothing else.
         batches: Validation data, gone through several times: pairs (inputs, labels), or mappings with `labels`. Labels are
             classes, aligned with the logits; −100 is ignored.
-        candidates: Values to try; None takes eight that span almost none to a lot.
+        candidates: Values to choose from; None takes twelve that span almost none to a lot, of which five are tried.
         num_samples: M of the predictive.
         seed: Same seed, same result.
-        per_layer: After the best common value, go once through the layers and keep what improves each.
-        chunk_size: Samples per forward pass, as in `predict`; 1 for a graph, whose nodes cannot be repeated like a batch.
+        per_layer: After the best common value, go once through the layers and follow what improves each.
+        chunk_size: With `batch_dims`, draws per forward pass at most, as in `predict`.
+        batch_dims: The batch axis of the inputs, as in `predict`: 0 in batch-first models. None draws one by one.
         output: Gets the logits out of what the model returns, as in `predict`.
+        quiet: Print nothing.
 
     Raises:
         ValueError: Nothing is stochastic, families are mixed, or the data are empty; the model is unchanged.
@@ -104,56 +132,61 @@ def tune_noise(
         if isinstance(module, BayesianModule) and module.config.is_stochastic
     }
     families = {part.config.family for part in parts.values()}
+    if not families:
+        raise ValueError(
+            f"model is a {type(model).__name__} without stochastic attention; convert it first: "
+            'model = ba.bayesianize(model, ba.AttentionConfig("BAM-WC")), and ba.restore(model) before that if it is "soft"'
+        )
     if len(families) != 1:
         raise ValueError(f"model has attention of the families {sorted(map(str, families))}; allowed: exactly one")
     family = str(families.pop())
-    grid = tuple(float(value) for value in (CANDIDATES[family] if candidates is None else candidates))
+    field = NOISE_FIELD[family]
+    grid = {float(value) for value in (CANDIDATES[family] if candidates is None else candidates)}
     if not grid or not all(0.0 < value < math.inf for value in grid):
         raise ValueError(f"candidates is {candidates!r}; allowed: numbers above 0, at least one")
+    ordered = tuple(sorted(grid, reverse=family == "weibull"))
     data = [_inputs_and_labels(batch) for batch in batches]
     if not any((labels != IGNORED_LABEL).any() for _, labels in data):
         raise ValueError("batches hold no label; allowed: at least one batch with a label that is not -100")
+    # of the layers most need two: a step in either direction, neither of which helps
+    trials = most_evaluations(len(ordered)) + (2 * len(parts) if per_layer else 0)
+    progress = Progress("tune_noise", len(data) * (1 + num_samples * trials), quiet=quiet)
 
-    def evaluate(num: int) -> tuple[Tensor, Tensor]:
-        return _evaluate(model, data, num, seed, chunk_size, output)
+    passes: dict[str, Any] = {"chunk_size": chunk_size, "batch_dims": batch_dims}
+
+    def evaluate(num: int | None, doing: str) -> Quality:
+        quality = _quality(*_evaluate(model, data, num, seed, output, progress, doing, **passes))
+        progress.line(f"{doing}: NLL {quality.nll:.4f}")
+        return quality
+
+    def attempt(names: Iterable[str], position: int, found: dict[int, Quality]) -> float:
+        value, names = ordered[position], list(names)
+        _set([parts[name] for name in names], field, value)
+        who = "" if len(names) == len(parts) else f"{names[0]}: "
+        found[position] = evaluate(num_samples, f"{who}{field} = {value:g}")
+        return found[position].nll
 
     before = {name: part.config for name, part in parts.items()}
     try:
-        deterministic = _quality(*_evaluate(model, data, None, seed, chunk_size, output))
-        scores = {}
-        for value in grid:
-            _set(parts.values(), _FIELD[family], value)
-            scores[value] = _nll(*evaluate(num_samples))
-        best = min(scores, key=scores.__getitem__)
-        _set(parts.values(), _FIELD[family], best)
-        values = dict.fromkeys(parts, best)
-        if per_layer:
-            _tune_layers(parts, values, _FIELD[family], grid, scores[best], lambda: _nll(*evaluate(num_samples)))
-        after = _quality(*evaluate(num_samples))
+        deterministic = evaluate(None, "deterministic")
+        tried: dict[int, Quality] = {}
+        best = search(len(ordered), lambda position: attempt(parts, position, tried))
+        _set(parts.values(), field, ordered[best])
+        values, after = dict.fromkeys(parts, ordered[best]), tried[best]
+        for name in parts if per_layer else ():
+            alone = {best: after}
+            chosen = follow(len(ordered), best, after.nll, lambda p, n=name, found=alone: attempt([n], p, found))
+            values[name], after = ordered[chosen], alone[chosen]
+            _set([parts[name]], field, values[name])
     except BaseException:
         for name, part in parts.items():
             part.config = before[name]
         raise
-    return NoiseTuning(_FIELD[family], values, scores, deterministic, after)
-
-
-def _tune_layers(
-    parts: dict[str, BayesianModule],
-    values: dict[str, float],
-    field: str,
-    grid: Sequence[float],
-    best_nll: float,
-    nll: Callable[[], float],
-) -> None:
-    for name, part in parts.items():
-        for value in grid:
-            if value == values[name]:
-                continue
-            _set([part], field, value)
-            score = nll()
-            if score < best_nll:
-                best_nll, values[name] = score, value
-        _set([part], field, values[name])
+    nll_by_value = {ordered[position]: tried[position].nll for position in sorted(tried)}
+    result = NoiseTuning(field, values, ordered, nll_by_value, deterministic, after)
+    progress.done = progress.work
+    progress.line("; ".join(row.strip() for row in str(result).splitlines()))
+    return result
 
 
 def _set(parts: Iterable[BayesianModule], field: str, value: float) -> None:
@@ -166,8 +199,10 @@ def _evaluate(
     data: list[tuple[Any, Tensor]],
     num_samples: int | None,
     seed: int,
-    chunk_size: int | None,
     output: Callable[[Any], Tensor] | None,
+    progress: Progress,
+    doing: str,
+    **passes: Any,
 ) -> tuple[Float[Tensor, "s b c"], Int[Tensor, " b"]]:
     """Return logits of all labelled predictions under M draws, or of the deterministic model for None."""
     logits, labels = [], []
@@ -175,7 +210,7 @@ def _evaluate(
         if num_samples is None:
             drawn = _mean_logits(model, inputs, output)
         else:
-            drawn = predict(model, inputs, num_samples, seed + i, chunk_size, output=output).logits
+            drawn = predict(model, inputs, num_samples, seed + i, output=output, **passes).logits
         if drawn.shape[1:-1] != target.shape:
             raise ValueError(
                 f"labels have shape {tuple(target.shape)}; allowed beside these logits: {tuple(drawn.shape[1:-1])}"
@@ -183,17 +218,15 @@ def _evaluate(
         keep = (target != IGNORED_LABEL).flatten()
         logits.append(drawn.flatten(1, -2)[:, keep])
         labels.append(target.flatten()[keep])
+        progress.advance(num_samples or 1, f"{doing}, batch {i + 1} of {len(data)}")
     return torch.cat(logits, dim=1), torch.cat(labels)
 
 
 @torch.no_grad()
 def _mean_logits(model: nn.Module, inputs: Any, output: Callable[[Any], Tensor] | None) -> Float[Tensor, "1 b *c"]:
     args, kwargs = _as_arguments(inputs)
-    was_training = model.training
-    try:
-        return (output or _find_logits)(model.eval()(*args, **kwargs)).unsqueeze(0)
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        return (output or _find_logits)(model(*args, **kwargs)).unsqueeze(0)
 
 
 def _nll(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> float:

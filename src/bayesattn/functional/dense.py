@@ -7,15 +7,16 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bayesattn import _checks, keyed
+from bayesattn import checks
 from bayesattn.config import AttentionConfig
-from bayesattn.noise import Seed
+from bayesattn.kl import is_observing_entropy, note_entropy
+from bayesattn.noise import keyed
+from bayesattn.noise.specification import Seed
 from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
-from bayesattn.ops.attention.masking import Allowed, masked_softmax
+from bayesattn.ops.attention.masking import Allowed, masked_softmax, split_bias
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
-from bayesattn.ops.precision import shared, upcast, without_autocast
-from bayesattn.recording import is_observing_entropy, note_entropy
+from bayesattn.ops.common.precision import shared, upcast, without_autocast
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)
@@ -60,7 +61,7 @@ def attention_weights(
         >>> weights.shape, kl.shape, bool(torch.allclose(weights.sum(-1), torch.ones(2, 1, 3)))
         (torch.Size([2, 1, 3, 4]), torch.Size([2]), True)
     """
-    _checks.floating("scores", scores)
+    checks.floating("scores", scores)
     if not 2 <= scores.ndim <= 4:
         raise ValueError(f"scores has shape {tuple(scores.shape)}; allowed: (b, h, m, n), (b, m, n) or (m, n)")
     shape = scores.shape
@@ -68,11 +69,11 @@ def attention_weights(
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
     if isinstance(mask, Tensor) and mask.ndim == 3 and len(shape) == 3:
         mask = mask.unsqueeze(1)
-    mask = _checks.mask(mask, tuple(full.shape))
-    _checks.prior(prior, tuple(full.shape), config, need_kl)
-    _checks.same_device("scores", scores.device, mask=mask, prior=prior)
+    mask = checks.mask(mask, tuple(full.shape))
+    checks.prior(prior, tuple(full.shape), config, need_kl)
+    checks.same_device("scores", scores.device, mask=mask, prior=prior)
     if check_finite:
-        _checks.finite(scores=scores, prior=prior, mask=mask)
+        checks.finite(scores=scores, prior=prior, mask=mask)
     with without_autocast(scores.device.type):
         full = upcast(full)
         if sample and config.is_stochastic:
@@ -116,7 +117,7 @@ def attention(
         config: Which posterior, prior and conventions.
         prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared.
         mask: Boolean, True where a query may attend; combined with `is_causal`.
-        bias: Added to the scores; broadcastable to `b h m n`.
+        bias: Added to the scores; broadcastable to `b h m n`. Where it is −80 or less a query may not attend.
         is_causal: Query i attends to keys up to i.
         scale: Factor of the dot product; None is 1/√d.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
@@ -133,22 +134,27 @@ def attention(
     Raises:
         ValueError: An argument has a wrong type, shape or value.
     """
-    shape = _checks.query_key_value(query, key, value)
-    allowed = Allowed(_checks.mask(mask, shape), is_causal, shape)
-    prior = _checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
-    _checks.bias(bias, shape)
-    _checks.same_device("query", query.device, key=key, value=value, mask=mask, prior=prior, bias=bias)
-    _checks.probability("dropout_p", dropout_p)
-    _checks.choice("backend", backend, BACKENDS)
+    shape = checks.query_key_value(query, key, value)
+    given = Allowed(checks.mask(mask, shape), is_causal, shape)
+    prior = checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
+    checks.bias(bias, shape)
+    checks.same_device("query", query.device, key=key, value=value, mask=mask, prior=prior, bias=bias)
+    checks.probability("dropout_p", dropout_p)
+    checks.choice("backend", backend, BACKENDS)
+    allowed, added = given, bias
+    if bias is not None:
+        visible, added = split_bias(bias)
+        visible = visible if given.mask is None else given.mask & visible
+        allowed = Allowed(checks.mask(visible, shape), is_causal, shape)
     if check_finite:
-        _checks.finite(query=query, key=key, value=value, bias=bias, prior=prior, mask=allowed.mask)
+        checks.finite(query=query, key=key, value=value, bias=added, prior=prior, mask=allowed.mask)
     if is_observing_entropy():
-        _observe(query, key, allowed, bias, scale)
+        _observe(query, key, allowed, added, scale)
     if sample and config.is_stochastic:
         seed = keyed.next_seeds(query.shape[0], query.device) if seed is None else seed
         wants_kl = need_kl and config.has_kl
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        call = Call(query, key, value, config, bias, factor, seed, dropout_p, wants_kl)
+        call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl)
         chosen = _choose(backend, call)
         options = {"config": config, "log_prior": prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
         with without_autocast(query.device.type):
@@ -160,16 +166,16 @@ def attention(
             elif chosen == "blocked":
                 output, kl = blocked.attention(query, key, value, **options)
             else:
-                output, kl = reference.attention(query, key, value, bias=bias, seed=seed, dropout_p=dropout_p, **options)
+                output, kl = reference.attention(query, key, value, bias=added, seed=seed, dropout_p=dropout_p, **options)
         return output, zeros_like_kl(query) if need_kl and kl is None else kl
     kl = None
     if need_kl:
         query, key = shared(query), shared(key)
         with without_autocast(query.device.type):
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            scores = reference.dot_product_scores(query, key, scale=factor, bias=bias)
+            scores = reference.dot_product_scores(query, key, scale=factor, bias=added)
             kl = _kl(scores, prior, allowed.dense(query.device), config)
-    return _mean_attention(query, key, value, allowed, bias, dropout_p, scale), kl
+    return _mean_attention(query, key, value, given, bias, dropout_p, scale), kl
 
 
 def _choose(backend: Backend, call: Call) -> Backend:

@@ -5,11 +5,12 @@ from typing import Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn import _checks, keyed
+from bayesattn import checks
 from bayesattn.config import AttentionConfig
 from bayesattn.functional.dense import zeros_like_kl
-from bayesattn.noise import Seed
-from bayesattn.ops.precision import without_autocast
+from bayesattn.noise import keyed
+from bayesattn.noise.specification import Seed
+from bayesattn.ops.common.precision import without_autocast
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference, support
 from bayesattn.ops.segment.edges import Edges
@@ -67,27 +68,27 @@ def edge_attention(
     """
     # of every form of the scores, device, type and heads are those of `like`
     if isinstance(scores, Tensor):
-        _checks.edge_scores(scores, len(edges))
+        checks.edge_scores(scores, len(edges))
         like = scores
     elif isinstance(scores, PairScores):
-        _checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
+        checks.edge_pair(*scores, edges.num_sources, edges.num_targets)
         like = scores.source
     elif isinstance(scores, FeatureScores):
-        _checks.edge_features(*scores, edges.num_sources, edges.num_targets)
+        checks.edge_features(*scores, edges.num_sources, edges.num_targets)
         like = scores.features
     else:
         raise ValueError(f"scores is {type(scores).__name__}; allowed: Tensor, PairScores, FeatureScores")
     heads = like.shape[1]
-    _checks.edge_value(value, edges.num_sources, heads)
+    checks.edge_value(value, edges.num_sources, heads)
     given = prior.key if isinstance(prior, NodePrior) else prior
-    _checks.same_device("scores", like.device, value=value, edges=edges.source, prior=given)
+    checks.same_device("scores", like.device, value=value, edges=edges.source, prior=given)
     if isinstance(prior, NodePrior):
-        _checks.edge_prior_shape(tuple(prior.key.shape[:2]), heads, edges.num_sources, config)
+        checks.edge_prior_shape(tuple(prior.key.shape[:2]), heads, edges.num_sources, config)
     else:
-        _checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
-    _checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
-    _checks.probability("dropout_p", dropout_p)
-    _checks.choice("backend", backend, EDGE_BACKENDS)
+        checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
+    checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
+    checks.probability("dropout_p", dropout_p)
+    checks.choice("backend", backend, EDGE_BACKENDS)
     sample = sample and config.is_stochastic
     # a graph is one example
     seed = keyed.next_seeds(1, like.device) if sample and seed is None else seed

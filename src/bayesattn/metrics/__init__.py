@@ -3,8 +3,7 @@
 Pure functions need only torch. The running `torchmetrics` classes (right under DDP) are in `bayesattn.metrics.running`.
 """
 
-from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from bayesattn.metrics.bootstrap import bootstrap_mean, bootstrap_statistic
 from bayesattn.metrics.calibration import (
@@ -35,6 +34,10 @@ from bayesattn.metrics.scoring import (
 )
 from bayesattn.metrics.selective import RiskCoverage, aurc, excess_aurc, risk_coverage, selective_accuracy
 from bayesattn.metrics.significance import top_two_classes, top_two_p_value, two_sample_p_value
+from bayesattn.optional import lazy_names
+
+if TYPE_CHECKING:
+    from bayesattn.metrics import running as running
 
 __all__ = [
     "Detection",
@@ -80,9 +83,6 @@ __all__ = [
     "two_sample_p_value",
 ]
 
-
-def __getattr__(name: str) -> ModuleType:
-    # `running` needs torchmetrics, so it is imported when it is first looked up
-    if name == "running":
-        return import_module("bayesattn.metrics.running")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    # it needs torchmetrics, so it is not in __all__ either
+    __getattr__, __dir__ = lazy_names(__name__, [*__all__, "running"], {"running": "bayesattn.metrics.running"})

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 
 # counts held together by the vectorised bootstrap: 128 MiB of float64
 _COUNTS_PER_CHUNK = 2**24
@@ -24,7 +24,7 @@ def bootstrap_mean(
         seed: The same seed gives the same interval.
     """
     _check(num_resamples, confidence)
-    _validate.finite("values", values)
+    validate.finite("values", values)
     predictions = values.shape[0]
     if values.numel() == 0:
         raise ValueError(f"values has shape {tuple(values.shape)}; allowed: at least one prediction")
@@ -78,5 +78,5 @@ def _percentiles(resampled: Tensor, confidence: float) -> Float[Tensor, "k 2"]:
 
 
 def _check(num_resamples: int, confidence: float) -> None:
-    _validate.count("num_resamples", num_resamples)
-    _validate.fraction("confidence", confidence, open_ends=True)
+    validate.count("num_resamples", num_resamples)
+    validate.fraction("confidence", confidence, open_ends=True)

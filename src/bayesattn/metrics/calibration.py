@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 from bayesattn.metrics.selective import average_over_ties
 
 Scheme = Literal["equal_width", "equal_count"]
@@ -48,11 +48,11 @@ def reliability_bins(
         scheme: `equal_width`: [0, 1/k), [1/k, 2/k), ..., as torchmetrics; `equal_count`: as many predictions in each, to
             within one. Predictions of one confidence share their mean accuracy, so the order of the input has no influence.
     """
-    _validate.choice("scheme", scheme, ("equal_width", "equal_count"))
-    _validate.count("num_bins", num_bins)
-    _validate.same_length(confidence=confidence, accuracy=accuracy)
-    _validate.unit_interval("confidence", confidence)
-    _validate.unit_interval("accuracy", accuracy.double())
+    validate.choice("scheme", scheme, ("equal_width", "equal_count"))
+    validate.count("num_bins", num_bins)
+    validate.same_length(confidence=confidence, accuracy=accuracy)
+    validate.unit_interval("confidence", confidence)
+    validate.unit_interval("accuracy", accuracy.double())
     if scheme == "equal_width":
         edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
         index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(max=num_bins - 1)
@@ -92,9 +92,9 @@ def fit_temperature(
         labels: Class indices.
         bounds: Where to look for T. An optimum outside them (a perfect classifier wants T → 0) gives the nearest bound.
     """
-    _validate.floating("logits", logits, "b c")
-    _validate.finite("logits", logits)
-    _validate.labels(labels, *logits.shape)
+    validate.floating("logits", logits, "b c")
+    validate.finite("logits", logits)
+    validate.labels(labels, *logits.shape)
     low, high = bounds
     if not 0.0 < low < high < float("inf"):
         raise ValueError(f"bounds is {bounds!r}; allowed: two numbers with 0 < low < high")

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from bayesattn.metrics import _validate
-from bayesattn.metrics._special import beta_quantile, regularized_beta
+from bayesattn.metrics import validate
+from bayesattn.metrics.special import beta_quantile, regularized_beta
 
 
 def clopper_pearson(successes: int, trials: int, *, level: float = 0.95) -> tuple[float, float]:
     """Return the exact two-sided interval for a binomial proportion; no trials give (0, 1)."""
-    _validate.fraction("level", level, open_ends=True)
+    validate.fraction("level", level, open_ends=True)
     if not 0 <= successes <= trials:
         raise ValueError(f"successes is {successes} of {trials} trials; allowed: from 0 to the number of trials")
     # the lower end for successes is the upper end for failures
@@ -102,8 +102,8 @@ class SelectivePredictor:
         Raises:
             ValueError: No threshold can promise the target from these data.
         """
-        _validate.fraction("target_error", target_error)
-        _validate.count("num_thresholds", num_thresholds)
+        validate.fraction("target_error", target_error)
+        validate.count("num_thresholds", num_thresholds)
         confidence, correct = _check(confidence, correct, level)
         n = len(confidence)
         ordered = confidence.sort(descending=True).values
@@ -144,7 +144,7 @@ class SelectivePredictor:
         Raises:
             ValueError: No threshold can promise the target from these data.
         """
-        _validate.fraction("target_coverage", target_coverage)
+        validate.fraction("target_coverage", target_coverage)
         confidence, correct = _check(confidence, correct, level)
         n = len(confidence)
         rank = torch.arange(1, n + 1, dtype=torch.float64)
@@ -160,7 +160,7 @@ class SelectivePredictor:
 
     def answers(self, confidence: Float[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Return True where the prediction is to be answered, False where to abstain."""
-        _validate.finite("confidence", confidence)
+        validate.finite("confidence", confidence)
         return confidence.double() >= self.threshold
 
     def report(self, confidence: Float[Tensor, " b"], correct: Shaped[Tensor, " b"]) -> SelectiveReport:
@@ -195,9 +195,9 @@ def _report(answered: Tensor, correct: Tensor, level: float) -> SelectiveReport:
 
 
 def _check(confidence: Tensor, correct: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    _validate.fraction("level", level, open_ends=True)
-    _validate.same_length(confidence=confidence, correct=correct)
-    _validate.finite("confidence", confidence)
+    validate.fraction("level", level, open_ends=True)
+    validate.same_length(confidence=confidence, correct=correct)
+    validate.finite("confidence", confidence)
     if not bool(((correct == 0) | (correct == 1)).all()):
         raise ValueError("correct has values between 0 and 1; allowed: boolean or 0/1 (the binomial bound counts mistakes)")
     return confidence.double(), correct == 1

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def false_positive_rate(
 ) -> Float[Tensor, ""]:
     """Return the share of `score_out` at or below the smallest threshold that accepts enough of `score_in`."""
     _check(score_in, score_out)
-    _validate.fraction("true_positive_rate", true_positive_rate)
+    validate.fraction("true_positive_rate", true_positive_rate)
     # the allowance keeps 0.95 · 20 from becoming 20 through its binary rounding
     accepted = max(1, math.ceil(true_positive_rate * len(score_in) - 1e-9))
     threshold = score_in.double().sort().values[accepted - 1]
@@ -80,5 +80,5 @@ def false_positive_rate(
 
 def _check(first: Tensor, second: Tensor) -> None:
     for name, value in (("first score", first), ("second score", second)):
-        _validate.floating(name, value, "n")
-        _validate.finite(name, value)
+        validate.floating(name, value, "n")
+        validate.finite(name, value)

@@ -8,31 +8,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 from bayesattn.metrics.significance import ClassTask
 
 
 def entropy(probabilities: Float[Tensor, "*b c"], *, task: ClassTask = "multiclass") -> Float[Tensor, "*b"]:
     """Return −Σ_c p_c ln p_c in nats; for `multilabel` the sum of the classes' binary entropies."""
-    _validate.choice("task", task, ("multiclass", "multilabel"))
+    validate.choice("task", task, ("multiclass", "multilabel"))
     if probabilities.numel() == 0:
         raise ValueError(f"probabilities has shape {tuple(probabilities.shape)}; allowed: no empty axis")
-    _validate.task_probabilities("probabilities", probabilities, task)
+    validate.task_probabilities("probabilities", probabilities, task)
     return _entropy(probabilities, task)
 
 
 def mutual_information(samples: Float[Tensor, "s b c"], *, task: ClassTask = "multiclass") -> Float[Tensor, " b"]:
     """Return the entropy of the mean minus the mean entropy, at least 0: what the draws disagree about, in nats."""
-    _validate.samples(samples, task)
-    _validate.task_probabilities("samples", samples, task)
+    validate.samples(samples, task)
+    validate.task_probabilities("samples", samples, task)
     mean = samples.mean(dim=0, dtype=torch.float64)
     return (_entropy(mean, task) - _entropy(samples.double(), task).mean(dim=0)).clamp(min=0.0)
 
 
 def pairwise_agreement(samples: Float[Tensor, "s b c"], *, task: ClassTask = "multiclass") -> Float[Tensor, " b"]:
     """Return the probability that two different draws predict the same class, Σ_c n_c (n_c − 1) / (M (M − 1))."""
-    _validate.samples(samples, task, least_draws=2)
-    _validate.task_probabilities("samples", samples, task)
+    validate.samples(samples, task, least_draws=2)
+    validate.task_probabilities("samples", samples, task)
     draws, predictions, classes = samples.shape
     predicted = samples.argmax(dim=-1).transpose(0, 1)
     votes = torch.zeros(predictions, classes, dtype=torch.float64, device=samples.device)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from bayesattn.metrics import _validate, disagreement, scoring
+from bayesattn.metrics import disagreement, scoring, validate
 from bayesattn.metrics.bootstrap import bootstrap_mean, bootstrap_statistic
 from bayesattn.metrics.calibration import expected_calibration_error
 from bayesattn.metrics.pavpu import THRESHOLDS, pavpu_terms
@@ -99,18 +99,18 @@ def tabulate_predictions(
         test: See `top_two_p_value`.
         chunk_size: Predictions looked at together; None keeps the extra memory below 0.5 GiB.
     """
-    _validate.samples(samples, task)
-    _validate.choice("space", space, SPACES)
-    _validate.choice("test", test, TESTS)
+    validate.samples(samples, task)
+    validate.choice("space", space, SPACES)
+    validate.choice("test", test, TESTS)
     draws, predictions, classes = samples.shape
     if task == "multiclass":
-        _validate.labels(labels, predictions, classes)
+        validate.labels(labels, predictions, classes)
     elif tuple(labels.shape) != (predictions, classes):
         raise ValueError(
             f"labels has shape {tuple(labels.shape)}; allowed for multilabel: targets ({predictions}, {classes})"
         )
     chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
-    _validate.count("chunk_size", chunk_size)
+    validate.count("chunk_size", chunk_size)
     # the columns are there before the first chunk: small results left between large temporaries would fragment the heap
     names = ["confidence", "accuracy", "nll", "brier", "entropy", "mutual_information"]
     names += ["agreement", "p_value"] if draws > 1 else []
@@ -191,7 +191,7 @@ def evaluate_table(
     seed: int = 0,
 ) -> dict[str, Estimate]:
     """Do what `evaluate_predictions` does, from a table that is at hand; the arguments are the same."""
-    _validate.count("num_resamples", num_resamples, least=0)
+    validate.count("num_resamples", num_resamples, least=0)
     common = {"num_samples": table.num_samples}
     means: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "accuracy": (table.accuracy, common),
@@ -240,10 +240,10 @@ def _tabulate_chunk(chunk: Tensor, labels: Tensor, task: ClassTask, space: Space
     p_value = top_two_p_value(chunk, test=test, space=space, task=task) if several else None
     samples = chunk.double()
     if space == "logit":
-        _validate.finite("samples", chunk)
+        validate.finite("samples", chunk)
         samples = torch.softmax(samples, dim=-1) if task == "multiclass" else torch.sigmoid(samples)
     elif task == "multiclass" and torch.finfo(chunk.dtype).bits < 32:
-        _validate.probabilities("samples", chunk)
+        validate.probabilities("samples", chunk)
         # half precision leaves row sums off by a per cent, which would go straight into the scores
         samples = samples / samples.sum(dim=-1, keepdim=True)
     mean = samples.mean(dim=0)

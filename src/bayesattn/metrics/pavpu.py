@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 from bayesattn.metrics.bootstrap import bootstrap_mean
 from bayesattn.metrics.significance import ClassTask, Space, Test, top_two_p_value
 
@@ -143,7 +143,7 @@ def pavpu_by_num_samples(
         seed: Of the resampling.
     """
     for draws in num_samples:
-        _validate.count("num_samples", draws, least=2)
+        validate.count("num_samples", draws, least=2)
         if draws > samples.shape[0]:
             raise ValueError(f"num_samples has {draws}; allowed: at most the {samples.shape[0]} draws of samples")
     return [
@@ -166,13 +166,13 @@ def pavpu_terms(
     accuracy: Shaped[Tensor, " b"], p_value: Float[Tensor, " b"], thresholds: Sequence[float]
 ) -> Float[Tensor, "b t"]:
     """Return Acc_i Cer_i + (1 − Acc_i)(1 − Cer_i) for every prediction and threshold; PAvPU is its mean."""
-    _validate.same_length(accuracy=accuracy, p_value=p_value)
+    validate.same_length(accuracy=accuracy, p_value=p_value)
     if len(thresholds) == 0:
         raise ValueError("thresholds is empty; allowed: at least one number from 0 to 1")
     for threshold in thresholds:
-        _validate.fraction("threshold", threshold)
+        validate.fraction("threshold", threshold)
     accuracy = accuracy.double()
-    _validate.unit_interval("accuracy", accuracy)
-    _validate.unit_interval("p_value", p_value)
+    validate.unit_interval("accuracy", accuracy)
+    validate.unit_interval("p_value", p_value)
     certain = p_value[:, None] <= torch.as_tensor(list(thresholds), dtype=p_value.dtype, device=p_value.device)
     return torch.where(certain, accuracy[:, None], 1.0 - accuracy[:, None])

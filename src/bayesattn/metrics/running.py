@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAUROC, MulticlassCalibrationError
-from torchmetrics.utilities import dim_zero_cat
 
 from bayesattn.metrics import calibration, detection, disagreement, scoring, selective
 from bayesattn.metrics.pavpu import THRESHOLDS, pavpu_terms
 from bayesattn.metrics.significance import ClassTask, Space, Test, top_two_p_value
+from bayesattn.optional import needs_extra
+
+with needs_extra("bayesattn.metrics.running", "metrics"):
+    from torchmetrics import Metric
+    from torchmetrics.classification import MulticlassAUROC, MulticlassCalibrationError
+    from torchmetrics.utilities import dim_zero_cat
 
 Samples = Float[Tensor, "s b c"]
 Labels = Int[Tensor, " b"]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 
 
 def negative_log_likelihood(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
@@ -21,9 +21,9 @@ def negative_log_likelihood(probabilities: Float[Tensor, "b c"], labels: Int[Ten
 
 def nll_from_logits(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Return −ln of the label's probability averaged over the draws, −ln (1/M) Σ_s softmax(logits_s), in log space."""
-    _validate.samples(logits, "multiclass")
-    _validate.finite("logits", logits)
-    _validate.labels(labels, logits.shape[1], logits.shape[2])
+    validate.samples(logits, "multiclass")
+    validate.finite("logits", logits)
+    validate.labels(labels, logits.shape[1], logits.shape[2])
     chosen = logits.gather(2, labels.long()[None, :, None].expand(len(logits), -1, -1)).squeeze(2).double()
     log_likelihood = chosen - torch.logsumexp(logits.double(), dim=-1)
     return math.log(len(logits)) - torch.logsumexp(log_likelihood, dim=0)
@@ -59,15 +59,15 @@ def multilabel_brier_score(probabilities: Float[Tensor, "b c"], targets: Float[T
 
 
 def _check(probabilities: Tensor, labels: Tensor) -> None:
-    _validate.floating("probabilities", probabilities, "b c")
-    _validate.probabilities("probabilities", probabilities)
-    _validate.labels(labels, *probabilities.shape)
+    validate.floating("probabilities", probabilities, "b c")
+    validate.probabilities("probabilities", probabilities)
+    validate.labels(labels, *probabilities.shape)
 
 
 def _check_targets(probabilities: Tensor, targets: Tensor) -> None:
-    _validate.floating("probabilities", probabilities, "b c")
-    _validate.floating("targets", targets, "b c")
+    validate.floating("probabilities", probabilities, "b c")
+    validate.floating("targets", targets, "b c")
     if targets.shape != probabilities.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; allowed: {tuple(probabilities.shape)}")
-    _validate.unit_interval("probabilities", probabilities)
-    _validate.unit_interval("targets", targets)
+    validate.unit_interval("probabilities", probabilities)
+    validate.unit_interval("targets", targets)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bayesattn.metrics import _validate
+from bayesattn.metrics import validate
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def selective_accuracy(
     confidence: Float[Tensor, " b"], accuracy: Shaped[Tensor, " b"], *, coverage: float = 0.8
 ) -> Float[Tensor, ""]:
     """Return the accuracy of the ⌈coverage · n⌉ most confident predictions."""
-    _validate.fraction("coverage", coverage)
+    validate.fraction("coverage", coverage)
     risk = risk_coverage(confidence, accuracy).risk
     # 0.8 · 5 is 4.000000000000001 in binary; without the allowance it would ask for a fifth prediction
     kept = max(1, math.ceil(coverage * len(risk) - 1e-9))
@@ -75,6 +75,6 @@ def average_over_ties(
 
 
 def _check(confidence: Tensor, accuracy: Tensor) -> None:
-    _validate.same_length(confidence=confidence, accuracy=accuracy)
-    _validate.finite("confidence", confidence)
-    _validate.unit_interval("accuracy", accuracy.double())
+    validate.same_length(confidence=confidence, accuracy=accuracy)
+    validate.finite("confidence", confidence)
+    validate.unit_interval("accuracy", accuracy.double())

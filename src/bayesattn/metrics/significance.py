@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bayesattn.metrics import _validate
-from bayesattn.metrics._special import student_t_two_sided
-from bayesattn.metrics._wilcoxon import wilcoxon_p_value
+from bayesattn.metrics import validate
+from bayesattn.metrics.special import student_t_two_sided
+from bayesattn.metrics.wilcoxon import wilcoxon_p_value
 
 Test = Literal["paired", "welch", "pooled", "wilcoxon"]
 Space = Literal["probability", "logit"]
@@ -50,12 +50,12 @@ def top_two_p_value(
     Raises:
         ValueError: Fewer than two draws or classes, NaN, or values that are no probabilities.
     """
-    _validate.choice("test", test, TESTS)
-    _validate.choice("space", space, SPACES)
-    _validate.samples(samples, task, least_draws=2)
+    validate.choice("test", test, TESTS)
+    validate.choice("space", space, SPACES)
+    validate.samples(samples, task, least_draws=2)
     draws, predictions, classes = samples.shape
     chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
-    _validate.count("chunk_size", chunk_size)
+    validate.count("chunk_size", chunk_size)
     p_value = torch.empty(predictions, dtype=torch.float64, device=samples.device)
     for start in range(0, predictions, chunk_size):
         chunk = samples[:, start : start + chunk_size].detach()
@@ -67,7 +67,7 @@ def top_two_p_value(
 
 def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"], *, test: Test) -> Float[Tensor, " b"]:
     """Return the two-sided p-value that two sets of M values have one mean, column by column."""
-    _validate.choice("test", test, TESTS)
+    validate.choice("test", test, TESTS)
     if first.shape[0] < 2:
         raise ValueError(f"first has {first.shape[0]} draws on its first axis; allowed: at least 2")
     first, second = first.double(), second.double()
@@ -99,11 +99,11 @@ def top_two_classes(mean: Float[Tensor, "b c"]) -> Int[Tensor, "b 2"]:
 
 def _mean_probability(chunk: Tensor, space: Space, task: ClassTask) -> Tensor:
     if space == "logit":
-        _validate.finite("samples", chunk)
+        validate.finite("samples", chunk)
         chunk = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
         chunk = torch.softmax(chunk, dim=-1) if task == "multiclass" else torch.sigmoid(chunk)
     else:
-        _validate.task_probabilities("samples", chunk, task)
+        validate.task_probabilities("samples", chunk, task)
     return chunk.mean(dim=0, dtype=torch.float64)
 
 

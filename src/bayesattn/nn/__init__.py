@@ -1,7 +1,7 @@
 """Attention modules whose weights are sampled: thin shells over `bayesattn.functional`."""
 
-from bayesattn.nn._base import BayesianModule
 from bayesattn.nn.additive import AdditiveAttention
+from bayesattn.nn.module import BayesianModule
 from bayesattn.nn.multihead import MultiheadAttention
 from bayesattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 from bayesattn.nn.weights import BayesianWeights

@@ -2,15 +2,15 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from bayesattn import functional
 from bayesattn.config import AttentionConfig
-from bayesattn.nn._base import BayesianModule
+from bayesattn.nn._arguments import check_inputs, check_nested, only_forbids, split_masks
+from bayesattn.nn.module import BayesianModule
 from bayesattn.ops.attention import reference
-from bayesattn.ops.attention.masking import look_once
-from bayesattn.ops.precision import without_autocast
+from bayesattn.ops.common.precision import without_autocast
 
 
 class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
@@ -82,8 +82,10 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             )
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is True and attn_mask None; allowed: True beside the mask it describes, as in torch")
-        if query.is_nested:
-            return self._forward_nested(query, need_weights), None
+        if query.is_nested or key.is_nested or value.is_nested:
+            check_nested(self, query, key, value, key_padding_mask, attn_mask)
+            return self._forward_nested(query, need_weights, average_attn_weights)
+        check_inputs(self, query, key, value)
         is_batched = query.ndim == 3
         if not is_batched:
             query, key, value = (x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value))
@@ -111,26 +113,31 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
     ) -> tuple[Float[Tensor, "b m e"], Float[Tensor, "b h m n_all"] | None]:
         q, k, v = self._project(query, key, value)
         extra_keys = k.shape[2] - key.shape[1]
-        mask, bias = _from_torch_masks(key_padding_mask, attn_mask, query.shape[0], self.num_heads, extra_keys)
-        if bias is not None and self.is_sampling and all(map(_only_forbids, (key_padding_mask, attn_mask))):
+        mask, bias = split_masks(
+            key_padding_mask, attn_mask, query, key.shape[1], num_heads=self.num_heads, extra_keys=extra_keys
+        )
+        if bias is not None and self.is_sampling and all(map(only_forbids, (key_padding_mask, attn_mask))):
             # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
             bias = None
-        if self.bayes_rival is not None:
+        dropout_p, scores, weights = self._dropout(self.dropout), None, None
+        if need_weights or self.bayes_rival is not None:
             with without_autocast(q.device.type):
                 scores = reference.dot_product_scores(q, k, scale=self.head_dim**-0.5, bias=bias)
-            heads, weights, kl = self.bayes_rival(scores, k, v, mask=mask, dropout_p=self._dropout(self.dropout))
+        if self.bayes_rival is not None:
+            heads, weights, kl = self.bayes_rival(scores, k, v, mask=mask, dropout_p=dropout_p)
             return self._merge(self._record(heads, kl)), weights
         valid = None if mask is None else mask.any(dim=-2)
         prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None
         options = {"config": self.config, "prior": prior, "mask": mask, "need_kl": self.needs_kl, "sample": self.is_sampling}
-        weights = None
-        if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
-            weights, kl = functional.attention_weights(scores if bias is None else scores + bias, **options)
-            weights = F.dropout(weights, self._dropout(self.dropout))
-            heads = weights @ v
+        if scores is None:
+            heads, kl = functional.attention(q, k, v, bias=bias, dropout_p=dropout_p, **options)
         else:
-            heads, kl = functional.attention(q, k, v, bias=bias, dropout_p=self._dropout(self.dropout), **options)
+            # the same numbers in the same precision as above, written out; rounding what is shown changes nothing else
+            weights, kl = functional.attention_weights(scores, **options)
+            with without_autocast(q.device.type):
+                weights = F.dropout(weights, dropout_p)
+                heads = reference.weighted_values(weights, v)
+            weights = weights.to(q.dtype)
         return self._merge(self._record(heads, kl)), weights
 
     def _merge(self, heads: Float[Tensor, "b h m d"]) -> Float[Tensor, "b m e"]:
@@ -141,7 +148,8 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
+        # a bias of another type than the weights is legal in torch's module
+        biases = self.in_proj_bias.to(weights[0].dtype).chunk(3) if self.in_proj_bias is not None else (None, None, None)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], 1, -1).to(k.dtype)], dim=1)
@@ -152,57 +160,16 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         q, k, v = split
         return q, k, v
 
-    def _forward_nested(self, nested: Tensor, need_weights: bool) -> Tensor:
-        """Self-attention over a nested tensor, as `nn.TransformerEncoder` passes it in eval mode with padding."""
-        if need_weights:
-            raise ValueError("need_weights is True; allowed with nested input: False")
+    def _forward_nested(self, nested: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
+        """Self-attention over a nested tensor, as `nn.TransformerEncoder` passes it in eval mode with padding.
+
+        The weights come back padded with zeros, as from torch's module.
+        """
         lengths = torch.tensor([x.shape[0] for x in nested.unbind()], device=nested.device)
         padded = nested.to_padded_tensor(0.0)
         is_padding = torch.arange(padded.shape[1], device=nested.device) >= lengths[:, None]
-        output, _ = self._attend(padded, padded, padded, is_padding, None, False)
-        return torch._nested_tensor_from_mask(output, ~is_padding)
-
-
-def _only_forbids(mask: Tensor | None) -> bool:
-    """Whether a mask has nothing to add but −inf; False where that cannot be looked up."""
-    if mask is None or mask.dtype == torch.bool:
-        return True
-    if mask.requires_grad:
-        # zeros that are about to learn
-        return False
-    return bool(look_once(mask, "_bayesattn_only_forbids", lambda given: ((given == 0.0) | (given == -torch.inf)).all()))
-
-
-def _from_torch_masks(
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int, num_heads: int, extra_keys: int
-) -> tuple[Bool[Tensor, "#b #h #m n"] | None, Float[Tensor, "#b #h #m n"] | None]:
-    """Turn torch's two masks (True or −inf: forbidden) into one of ours (True: attend) and an additive bias.
-
-    `add_bias_kv` and `add_zero_attn` append keys that everyone may attend to.
-    """
-    masks, bias = [], None
-    for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-        if given is None:
-            continue
-        if given.dtype != torch.bool and not given.is_floating_point():
-            raise ValueError(f"{name} is {given.dtype}; allowed: torch.bool (True: do not attend), or floats to be added")
-        if name == "key_padding_mask":
-            given = given[:, None, None, :]
-        elif given.ndim == 3:
-            if given.shape[0] != batch * num_heads:
-                raise ValueError(
-                    f"attn_mask has shape {tuple(given.shape)}; allowed: two axes, or three with {batch * num_heads} first"
-                )
-            given = given.unflatten(0, (batch, num_heads))
-        else:
-            given = given[None, None]
-        if given.dtype == torch.bool:
-            masks.append(F.pad(~given, (0, extra_keys), value=True))
-        else:
-            given = F.pad(given, (0, extra_keys))
-            masks.append(given > -torch.inf)
-            finite = given.masked_fill(~masks[-1], 0.0)
-            bias = finite if bias is None else bias + finite
-    if not masks:
-        return None, None
-    return masks[0] if len(masks) == 1 else masks[0] & masks[1], bias
+        output, weights = self._attend(padded, padded, padded, is_padding, None, need_weights)
+        if weights is not None:
+            weights = weights.masked_fill(is_padding[:, None, :, None], 0.0)
+            weights = weights.mean(dim=1) if average else weights
+        return torch._nested_tensor_from_mask(output, ~is_padding), weights

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bayesattn import functional
 from bayesattn.config import AttentionConfig
-from bayesattn.nn._base import BayesianModule
+from bayesattn.nn.module import BayesianModule
 
 
 class BayesianWeights(BayesianModule):

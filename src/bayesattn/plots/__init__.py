@@ -1,16 +1,19 @@
 """Figures of uncertainty and attention. Needs matplotlib (the `plots` extra); every function returns a `Figure`."""
 
-from bayesattn.plots.attention import plot_attention, plot_attention_heads
-from bayesattn.plots.graph import plot_edge_uncertainty
-from bayesattn.plots.overlay import plot_overlay
-from bayesattn.plots.uncertainty import (
-    plot_calibration,
-    plot_entropy,
-    plot_p_values,
-    plot_pavpu,
-    plot_reliability,
-    plot_risk_coverage,
-)
+from bayesattn.optional import needs_extra
+
+with needs_extra("bayesattn.plots", "plots"):
+    from bayesattn.plots.attention import plot_attention, plot_attention_heads
+    from bayesattn.plots.graph import plot_edge_uncertainty
+    from bayesattn.plots.overlay import plot_overlay
+    from bayesattn.plots.uncertainty import (
+        plot_calibration,
+        plot_entropy,
+        plot_p_values,
+        plot_pavpu,
+        plot_reliability,
+        plot_risk_coverage,
+    )
 
 __all__ = [
     "plot_attention",

@@ -1,6 +1,7 @@
 """Figures about attention weights: what the prior says, what the posterior says, and where it is unsure."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -9,8 +10,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.plots._style import SEQUENTIAL, array, names, new_figure
-from bayesattn.plots._style import title as set_title
+from bayesattn.plots.style import SEQUENTIAL, array, main_title, names, new_figure
+from bayesattn.plots.style import title as set_title
 
 
 def plot_attention(
@@ -55,15 +56,14 @@ def plot_attention(
         _label(ax, rows if (len(panel) == m and len(panel) > 1) or m == 1 else ["all queries"], columns)
     for ax in axes[0, 1:] if prior_weights is None else axes[0, 2:]:
         ax.set_yticklabels([])
-    if title:
-        figure.suptitle(title, fontsize=11, parse_math=False)
+    main_title(figure, title)
     return figure
 
 
 def plot_attention_heads(
     weights: Float[Tensor, "s h m n"],
     *,
-    statistic: str = "mean",
+    statistic: Literal["mean", "std"] = "mean",
     queries: Sequence[str] | None = None,
     keys: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
@@ -106,8 +106,7 @@ def plot_attention_heads(
     bar = figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.8)
     bar.set_label(name, fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    if title:
-        figure.suptitle(title, fontsize=11, parse_math=False)
+    main_title(figure, title)
     return figure
 
 

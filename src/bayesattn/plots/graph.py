@@ -10,8 +10,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.plots._style import COLORS, SEQUENTIAL, array, names, new_figure
-from bayesattn.plots._style import title as set_title
+from bayesattn.plots.style import COLORS, SEQUENTIAL, array, names, new_figure
+from bayesattn.plots.style import title as set_title
 
 
 def plot_edge_uncertainty(

@@ -9,8 +9,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.plots._style import SEQUENTIAL, array, names, new_figure
-from bayesattn.plots._style import title as set_title
+from bayesattn.plots.style import SEQUENTIAL, array, names, new_figure
+from bayesattn.plots.style import title as set_title
 
 # words for the maps of a run, in the order shown; a map with another name is shown under that name
 MAPS = {"prior": "prior Ψ", "mean": "mean of W", "std": "standard deviation of W"}

@@ -4,6 +4,7 @@ Functions that compare models take a mapping from name to data and draw one line
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -12,8 +13,22 @@ from torch import Tensor
 
 from bayesattn.metrics import PAvPU, ReliabilityBins, reliability_bins, risk_coverage
 from bayesattn.metrics.calibration import Scheme
-from bayesattn.plots._style import BAD, COLORS, GOOD, LINES, MARKERS, NEUTRAL, array, legend, names, new_figure, plain
-from bayesattn.plots._style import title as set_title
+from bayesattn.plots.style import (
+    BAD,
+    COLORS,
+    GOOD,
+    LINES,
+    MARKERS,
+    NEUTRAL,
+    array,
+    legend,
+    legend_below,
+    main_title,
+    names,
+    new_figure,
+    plain,
+)
+from bayesattn.plots.style import title as set_title
 
 Columns = tuple[Float[Tensor, " b"], Shaped[Tensor, " b"]]
 
@@ -87,35 +102,40 @@ def plot_calibration(
     axes[0, 0].set_ylabel("accuracy")
     # the one legend names every model, whichever panel it is in
     known = {line.get_label(): line for ax in axes[0] for line in ax.get_legend_handles_labels()[0]}
-    legend(axes[0, 0], handles=[known[label] for label in names(models, (), "panels", len(models))], loc="best")
-    if title:
-        figure.suptitle(title, fontsize=10, parse_math=False)
+    legend_below(figure, [known[label] for label in names(models, (), "panels", len(models))])
+    main_title(figure, title)
     return figure
 
 
-def plot_risk_coverage(curves: Mapping[str, Columns], *, title: str = "") -> Figure:
+def plot_risk_coverage(curves: Mapping[str, Columns | Sequence[Columns]], *, title: str = "") -> Figure:
     """Draw the error of the answered predictions against the share that is answered.
 
     Args:
-        curves: For each model its confidences and accuracies.
+        curves: For each model its confidences and accuracies, or those of several runs: their curves and AURC are averaged.
         title: Above the figure.
     """
     figure, axes = new_figure()
     ax, highest = axes[0, 0], 0.0
-    for index, (name, (confidence, accuracy)) in enumerate(_some(curves).items()):
-        curve = risk_coverage(confidence, accuracy)
-        label = f"{names([name], (), 'curves', 1)[0]} (AURC {float(curve.risk.mean()):.3f})"
-        ax.plot(array(curve.coverage), array(curve.risk), label=label, linewidth=1.6, **_look(index))
-        highest = max(highest, float(curve.risk[len(curve.risk) // 20 :].max()))
+    for index, (name, given) in enumerate(_some(curves).items()):
+        runs = [given] if isinstance(given, tuple) else list(given)
+        found = [risk_coverage(confidence, accuracy) for confidence, accuracy in runs]
+        area = np.mean([float(curve.risk.mean()) for curve in found])
+        coverage = array(found[0].coverage)
+        risk = np.mean([np.interp(coverage, array(curve.coverage), array(curve.risk)) for curve in found], axis=0)
+        label = f"{names([name], (), 'curves', 1)[0]} (AURC {area:.3f})"
+        ax.plot(coverage, risk, label=label, linewidth=1.6, **_look(index))
+        highest = max(highest, float(risk[len(risk) // 20 :].max()))
     # the first few predictions swing between no error and all: they do not set the scale
     ax.set(xlim=(0, 1), ylim=(0, 1.1 * highest or 1.0), xlabel="coverage", ylabel="error of the answers")
     set_title(ax, title or "Risk and coverage")
     plain(ax)
-    legend(ax, loc="best")
+    legend_below(figure, ax.lines)
     return figure
 
 
-def plot_pavpu(curves: Mapping[str, Sequence[PAvPU]], *, over: str = "threshold", title: str = "") -> Figure:
+def plot_pavpu(
+    curves: Mapping[str, Sequence[PAvPU]], *, over: Literal["threshold", "num_samples"] = "threshold", title: str = ""
+) -> Figure:
     """Draw PAvPU with its interval against the threshold, or against the number of samples.
 
     Args:
@@ -147,7 +167,7 @@ def plot_pavpu(curves: Mapping[str, Sequence[PAvPU]], *, over: str = "threshold"
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
     plain(ax)
-    legend(ax, loc="best")
+    legend_below(figure, ax.lines)
     return figure
 
 

@@ -1,7 +1,7 @@
 """The common suite: every architecture × variant × implementation × mask, on tiny random models.
 
 Off: bit-identical, and no trace after restore. On with vanishing noise: the mean. On: one KL per call, with gradients.
-`docs/make-your-own-bayesian.md` shows the table that these tests prove.
+`docs/supported-models.md` shows the table that these tests prove.
 """
 
 import copy
@@ -20,15 +20,15 @@ VARIANTS = ("BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC")
 
 
 def cases(*variants: str) -> pytest.MarkDecorator:
-    """Every architecture × mask × variant on sdpa, and once more on eager for the last variant."""
+    """Every architecture × mask × variant on its default implementation, and on eager for the last variant."""
     rows = [
         pytest.param(
             name, implementation, padded, variant, id=f"{name}-{implementation}-{'padded' if padded else 'full'}-{variant}"
         )
         for name, architecture in ARCHITECTURES.items()
         for padded in ((False, True) if architecture.can_pad else (False,))
-        for implementation in ("sdpa", "eager")
-        for variant in (variants if implementation == "sdpa" else variants[-1:])
+        for implementation in architecture.implementations
+        for variant in (variants if implementation == architecture.implementations[0] else variants[-1:])
     ]
     return pytest.mark.parametrize(("name", "implementation", "padded", "variant"), rows)
 
@@ -113,7 +113,7 @@ def test_one_kl_per_call_with_gradients(name, implementation, padded, variant):
 def test_dropout_during_sampling_uses_each_architecture_s_own_rate():
     """In eval mode transformers passes 0.0 to the attention function; the rate must come from the module."""
     from bayesattn.convert.attributes import dropout_rate
-    from bayesattn.hf import attention
+    from bayesattn.integrations.hf import attention
 
     unknown = {}
     for name, architecture in ARCHITECTURES.items():

@@ -36,7 +36,7 @@ def test_encoder_and_decoder_with_different_config_objects_are_both_converted():
 @pytest.mark.parametrize(
     ("build_model", "kind"),
     [
-        (lambda: hf.DebertaV2Model(hf.DebertaV2Config(**TEXT, **SIZES)), "DisentangledSelfAttention"),
+        (lambda: hf.RemBertModel(hf.RemBertConfig(**TEXT, **SIZES)), "RemBertSelfAttention"),
         (
             lambda: hf.XLNetModel(hf.XLNetConfig(vocab_size=61, d_model=24, n_layer=2, n_head=3, d_inner=20)),
             "XLNetRelativeAttention",
@@ -53,17 +53,29 @@ def test_attention_sinks_are_refused_by_name():
         **TEXT, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=20,
         head_dim=6, num_local_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"GptOssAttention .*not softmax"):
+    with pytest.raises(ValueError, match=r"GptOssAttention .*attention sinks"):
         bayesianize(hf.GptOssForCausalLM(config), CONFIG)
 
 
+def test_eager_attention_that_needs_a_mask_is_tried_with_one():
+    model = hf.ModernBertDecoderModel(hf.ModernBertDecoderConfig(**TEXT, **SIZES))
+    assert len(report(bayesianize(model, CONFIG)).converted) == 2
+
+
+def test_groups_of_heads_may_be_a_float():
+    model = build("bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.num_key_value_groups = 1.0
+    assert len(report(bayesianize(model, CONFIG)).converted) == 2
+
+
 def test_half_a_model_is_an_error_unless_asked_for():
-    bert, deberta = hf.BertModel(hf.BertConfig(**TEXT, **SIZES)), hf.DebertaV2Model(hf.DebertaV2Config(**TEXT, **SIZES))
-    model = torch.nn.ModuleDict({"bert": bert, "deberta": deberta})
-    with pytest.raises(ValueError, match=r"(?s)2 of the 4 .*DisentangledSelfAttention.*exclude"):
+    bert, rembert = hf.BertModel(hf.BertConfig(**TEXT, **SIZES)), hf.RemBertModel(hf.RemBertConfig(**TEXT, **SIZES))
+    model = torch.nn.ModuleDict({"bert": bert, "rembert": rembert})
+    with pytest.raises(ValueError, match=r"(?s)2 of the 4 .*RemBertSelfAttention.*exclude"):
         bayesianize(model, CONFIG)
     assert not report(model).converted
-    bayesianize(model, CONFIG, exclude=["deberta.*"])
+    bayesianize(model, CONFIG, exclude=["rembert.*"])
     assert len(report(model).converted) == 2
 
 
@@ -80,7 +92,7 @@ def test_other_implementations_are_refused_before_and_after_conversion(implement
     model.config._attn_implementation_internal = implementation
     part = model.bert.encoder.layer[0].attention.self
     q = torch.zeros(1, 3, 2, 8)
-    from bayesattn.hf.attention import bayesian_attention
+    from bayesattn.integrations.hf.attention import bayesian_attention
 
     with ba.sampling(model), pytest.raises(ValueError, match=f"{implementation!r}; allowed while sampling: sdpa, eager"):
         bayesian_attention(part, q, q, q, None)
@@ -88,7 +100,7 @@ def test_other_implementations_are_refused_before_and_after_conversion(implement
 
 @pytest.mark.parametrize("argument", ["s_aux", "indices", "block_indices", "cache"])
 def test_arguments_that_change_the_mathematics_are_refused(argument):
-    from bayesattn.hf.attention import bayesian_attention
+    from bayesattn.integrations.hf.attention import bayesian_attention
 
     model = bayesianize(build("bert"), CONFIG)
     q = torch.zeros(1, 3, 2, 8)
@@ -97,7 +109,7 @@ def test_arguments_that_change_the_mathematics_are_refused(argument):
 
 
 def test_the_name_without_a_conversion_is_an_error_not_a_plain_model():
-    import bayesattn.hf  # noqa: F401  (registers the name)
+    import bayesattn.integrations.hf  # noqa: F401  (registers the name)
 
     model = build("bert")
     model.set_attn_implementation("bayesattn")

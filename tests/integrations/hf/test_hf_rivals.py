@@ -11,10 +11,11 @@ from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 from zoo import ARCHITECTURES, BATCH, build
 
 import bayesattn as ba
-from bayesattn.baselines import AttentionChoice, with_score_function
 from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian
-from bayesattn.graph import BayesianGATConv, neighbor_batch
-from bayesattn.hf import BayesianTrainer, generate
+from bayesattn.integrations.hf import generate
+from bayesattn.integrations.pyg import BayesianGATConv, neighbor_batch
+from bayesattn_recipes.baselines import AttentionChoice, with_score_function
+from bayesattn_recipes.baselines.trainer import ScoreFunctionTrainer
 from helpers import assert_finite, assert_within_standard_errors
 
 IN_LAYERS = ("hard-reinforce", "hard-gumbel", "gaussian-context", "gaussian-weights", "mc-dropout", "sampled-kl")
@@ -168,7 +169,7 @@ def test_the_trainer_trains_hard_attention(tmp_path):
         per_device_train_batch_size=4, dataloader_pin_memory=False,
     )  # fmt: skip
     before = model.bert.encoder.layer[0].attention.self.query.weight.detach().clone()
-    BayesianTrainer(model, arguments, train_dataset=rows).train()
+    ScoreFunctionTrainer(model, arguments, train_dataset=rows).train()
     assert not torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
 
 

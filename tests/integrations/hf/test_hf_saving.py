@@ -46,7 +46,7 @@ def test_only_what_was_added_is_saved_and_it_loads_onto_a_plain_model(name, tmp_
 
 
 @pytest.mark.parametrize("variant", ["BAM-NOKL", "BAM-LF", "BAM-WC"])
-@pytest.mark.parametrize("name", ["albert", "bert", "llama", "t5", "bart", "clip", "swin", "modernbert"])
+@pytest.mark.parametrize("name", ["albert", "bert", "llama", "t5", "bart", "clip", "swin", "modernbert", "mpnet"])
 def test_save_pretrained_of_the_host_carries_everything(name, variant, tmp_path):
     model, inputs = bayesianize(build(name), ba.AttentionConfig(variant, weibull_k=3.0)), ARCHITECTURES[name].inputs(False)
     model.save_pretrained(tmp_path)
@@ -151,3 +151,92 @@ def test_nothing_half_written_when_saving_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save_bayesian(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_priors_alone_say_what_is_missing_and_what_to_write(tmp_path, caplog):
+    model = bayesianize(build("bert"), CONFIG)
+    save_bayesian(model, tmp_path / "priors")
+    added = report(model).added_parameters
+    assert f"wrote {added:,} parameters of the priors" in caplog.text
+    assert f"not the other {report(model).model_parameters - added:,}" in caplog.text
+    assert "save_bayesian(model, folder, whole=True)" in caplog.text
+
+
+@pytest.mark.parametrize("beside", ["whole", "host"])
+def test_nothing_is_said_where_the_host_s_weights_are_saved(beside, tmp_path, caplog):
+    model = bayesianize(build("bert"), CONFIG)
+    if beside == "host":
+        model.save_pretrained(tmp_path)
+    save_bayesian(model, tmp_path, whole=beside == "whole")
+    assert "save_bayesian" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "t5", "swin"])
+def test_a_whole_model_goes_round_exactly(name, tmp_path):
+    model, inputs = bayesianize(build(name), CONFIG), ARCHITECTURES[name].inputs(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    save_bayesian(model, tmp_path, whole=True)
+    other = load_bayesian(build(name), tmp_path)
+    assert report(other) == report(model)
+    state = other.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(run(other, inputs), run(model, inputs))
+    assert torch.equal(kl(other, inputs), kl(model, inputs))
+
+
+def masked(tie: bool) -> hf.BertForMaskedLM:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 5, "vocab_size": 13}
+    return hf.BertForMaskedLM(hf.BertConfig(tie_word_embeddings=tie, **sizes)).eval()
+
+
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
+    model = bayesianize(masked(True), CONFIG)
+    save_bayesian(model, tmp_path, whole=True)
+    numbers = sum(tensor.numel() for tensor in load_file(tmp_path / WEIGHTS_FILE).values())
+    buffers = sum(b.numel() for n, b in model.named_buffers() if n in model.state_dict() and not n.endswith("settings"))
+    assert numbers == report(model).model_parameters + buffers
+    other = load_bayesian(masked(True), tmp_path)
+    words = other.bert.embeddings.word_embeddings.weight
+    assert other.cls.predictions.decoder.weight is words
+    assert torch.equal(words, model.bert.embeddings.word_embeddings.weight)
+
+
+def test_untied_weights_do_not_fit_a_tied_model(tmp_path):
+    save_bayesian(bayesianize(masked(False), CONFIG), tmp_path, whole=True)
+    model = masked(True)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="are one tensor in the model and two different ones in the file"):
+        load_bayesian(model, tmp_path)
+    assert not report(model).converted
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_priors_do_not_replace_a_whole_model(tmp_path):
+    model = bayesianize(build("bert"), CONFIG)
+    save_bayesian(model, tmp_path, whole=True)
+    before = (tmp_path / WEIGHTS_FILE).read_bytes()
+    with pytest.raises(ValueError, match=r"holds a whole model.*whole=True"):
+        save_bayesian(model, tmp_path)
+    assert (tmp_path / WEIGHTS_FILE).read_bytes() == before
+    save_bayesian(model, tmp_path, whole=True)
+
+
+def test_a_whole_model_of_other_sizes_is_refused_and_the_model_stays_plain(tmp_path):
+    save_bayesian(bayesianize(masked(True), CONFIG), tmp_path, whole=True)
+    weights = load_file(tmp_path / WEIGHTS_FILE)
+    weights["bert.encoder.layer.0.output.dense.weight"] = torch.zeros(8, 7)
+    save_file(weights, tmp_path / WEIGHTS_FILE)
+    model = masked(True)
+    with pytest.raises(ValueError, match=r"output\.dense\.weight has shape \(8, 7\) in the file and \(8, 5\) in the model"):
+        load_bayesian(model, tmp_path)
+    assert not report(model).converted
+
+
+def test_a_whole_peft_model_is_refused_with_the_way_out(tmp_path):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(bayesianize(build("bert"), CONFIG), peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        save_bayesian(adapted, tmp_path, whole=True)
+    assert not list(tmp_path.iterdir())

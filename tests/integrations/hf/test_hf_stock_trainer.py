@@ -8,7 +8,7 @@ from zoo import build
 
 import bayesattn as ba
 from bayesattn.convert import load_bayesian, report, restore
-from bayesattn.hf import BayesianTrainer, KLCallback
+from bayesattn.integrations.hf import BayesianTrainer, KLCallback
 
 SCHEDULE = ba.KLSchedule("constant", final=0.3)
 
@@ -25,7 +25,10 @@ def assert_steps(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_the_gradient_is_the_one_by_hand_however_the_batch_is_cut(name, batch, accumulation, tmp_path):
     options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
     trainer = hf.Trainer(
-        model(name), arguments(tmp_path, **options), train_dataset=dataset(name), callbacks=[KLCallback(SCHEDULE)]
+        model(name),
+        arguments(tmp_path, **options),
+        train_dataset=dataset(name),
+        callbacks=[KLCallback(SCHEDULE, max_share=None)],
     )
     assert type(trainer) is hf.Trainer
     # both take loss kwargs; BERT's classifier then ignores the number of items, Llama's loss divides by it
@@ -40,7 +43,7 @@ def test_activation_checkpointing_keeps_the_gradient(use_reentrant, tmp_path):
     net = model("bert")
     net.enable_input_require_grads()
     trainer = hf.Trainer(
-        net, arguments(tmp_path, **options), train_dataset=dataset("bert"), callbacks=[KLCallback(SCHEDULE)]
+        net, arguments(tmp_path, **options), train_dataset=dataset("bert"), callbacks=[KLCallback(SCHEDULE, max_share=None)]
     )
     assert_steps(steps_taken(trainer), by_hand("bert", 0.3, 0.0))
 
@@ -48,7 +51,9 @@ def test_activation_checkpointing_keeps_the_gradient(use_reentrant, tmp_path):
 def test_a_model_that_returns_tuples_is_served_too(tmp_path):
     net = model("bert")
     net.config.return_dict = False
-    trainer = hf.Trainer(net, arguments(tmp_path), train_dataset=dataset("bert"), callbacks=[KLCallback(SCHEDULE)])
+    trainer = hf.Trainer(
+        net, arguments(tmp_path), train_dataset=dataset("bert"), callbacks=[KLCallback(SCHEDULE, max_share=None)]
+    )
     assert_steps(steps_taken(trainer), by_hand("bert", 0.3, 0.0))
 
 
@@ -59,7 +64,7 @@ def test_nll_and_kl_are_logged_apart_and_the_weight_follows_the_steps(tmp_path):
         def on_log(self, args, state, control, logs=None, **kwargs):
             seen.append(dict(logs))
 
-    callbacks = [KLCallback(ba.KLSchedule("linear", period=2.0)), Reader()]
+    callbacks = [KLCallback(ba.KLSchedule("linear", period=2.0), max_share=None), Reader()]
     options = {"max_steps": 3, "learning_rate": 1e-3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     trainer = hf.Trainer(model("bert"), arguments(tmp_path, **options), train_dataset=dataset("bert"), callbacks=callbacks)
     trainer.train()
@@ -70,6 +75,37 @@ def test_nll_and_kl_are_logged_apart_and_the_weight_follows_the_steps(tmp_path):
     assert [row["kl"] for row in seen if "kl" in row] == [row["kl"] for row in logs]
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_without_a_word_the_kl_is_at_most_a_hundredth_of_the_nll(name, tmp_path):
+    def log(trainer: hf.Trainer) -> dict[str, float]:
+        trainer.train()
+        return next(row for row in trainer.state.log_history if "kl" in row)
+
+    options = {"train_dataset": dataset(name)}
+    stock = log(hf.Trainer(model(name), arguments(tmp_path), **options, callbacks=[KLCallback()]))
+    assert stock["loss"] == pytest.approx(1.01 * stock["nll"], rel=1e-4)
+    # the log has the weight that was used, not the schedule's
+    assert 0.0 < stock["kl_weight"] < 0.5
+    own = log(BayesianTrainer(model(name), arguments(tmp_path), **options))
+    assert {key: own[key] for key in ("loss", "kl_weight")} == pytest.approx(
+        {key: stock[key] for key in ("loss", "kl_weight")}, rel=1e-4
+    )
+    wide = log(hf.Trainer(model(name), arguments(tmp_path), **options, callbacks=[KLCallback(max_share=0.2)]))
+    assert wide["loss"] == pytest.approx(1.2 * stock["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("build_trainer", [hf.Trainer, BayesianTrainer])
+def test_priors_outside_the_optimizer_are_announced(build_trainer, tmp_path):
+    net = build("bert", spread=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ba.bayesianize(net, QUIET)
+    callbacks = [KLCallback()] if build_trainer is hf.Trainer else []
+    with pytest.warns(UserWarning, match=r"parameters of priors are in no optimizer.*after bayesianize"):
+        build_trainer(
+            net, arguments(tmp_path), train_dataset=dataset("bert"), callbacks=callbacks, optimizers=(optimizer, None)
+        ).train()
+
+
 def test_evaluation_is_the_plain_model_s_loss_and_adds_no_kl(tmp_path):
     data = dataset("bert")
     options = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
@@ -78,7 +114,7 @@ def test_evaluation_is_the_plain_model_s_loss_and_adds_no_kl(tmp_path):
         arguments(tmp_path, **options),
         train_dataset=data,
         eval_dataset=data,
-        callbacks=[KLCallback(SCHEDULE)],
+        callbacks=[KLCallback(SCHEDULE, max_share=None)],
     )
     trainer.train()
     with torch.no_grad():
@@ -96,7 +132,7 @@ def test_resuming_continues_schedule_and_noise(tmp_path):
             model("bert", noisy),
             arguments(folder, **options, max_steps=4),
             train_dataset=dataset("bert"),
-            callbacks=[KLCallback(ba.KLSchedule("linear", period=4.0))],
+            callbacks=[KLCallback(ba.KLSchedule("linear", period=4.0), max_share=None)],
         )
 
     whole = trainer(tmp_path / "whole")

@@ -9,7 +9,7 @@ from zoo import build
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize, load_bayesian, report
-from bayesattn.hf import BayesianCallback, BayesianTrainer
+from bayesattn.integrations.hf import BayesianCallback, BayesianTrainer
 
 # noise of 1e-7: the gradient of a draw is that of the mean, so runs can be compared exactly
 QUIET = ba.AttentionConfig("BAM-LC", sigma_q=1e-7)
@@ -82,6 +82,7 @@ def test_kl_has_the_same_weight_however_the_batch_is_cut(name, smoothing, batch,
         arguments(tmp_path, **options, label_smoothing_factor=smoothing),
         train_dataset=dataset(name),
         kl_schedule=ba.KLSchedule("constant", final=0.3),
+        max_share=None,
     )
     actual, expected = steps_taken(trainer), by_hand(name, 0.3, smoothing)
     if name == "bert" and batch == 3:
@@ -102,6 +103,7 @@ def test_a_loss_function_of_one_s_own_keeps_the_kl(tmp_path):
         train_dataset=dataset("bert"),
         compute_loss_func=loss,
         kl_schedule=ba.KLSchedule("constant", final=0.3),
+        max_share=None,
     )
     actual, expected = steps_taken(trainer), by_hand("bert", 0.3, 0.0)
     for key, gradient in expected.items():
@@ -115,6 +117,7 @@ def test_nll_and_kl_are_logged_apart_and_the_weight_follows_the_steps(tmp_path):
         arguments(tmp_path, max_steps=3, learning_rate=1e-3),
         train_dataset=dataset("bert"),
         kl_schedule=schedule,
+        max_share=None,
     )
     trainer.train()
     logs = [row for row in trainer.state.log_history if "kl" in row]
@@ -144,6 +147,7 @@ def test_resuming_continues_schedule_and_noise(tmp_path):
             train_dataset=dataset("bert"),
             callbacks=[BayesianCallback()],
             kl_schedule=ba.KLSchedule("linear", period=4.0),
+            max_share=None,
         )
 
     whole = trainer(tmp_path / "whole", 4)

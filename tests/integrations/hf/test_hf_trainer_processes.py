@@ -9,7 +9,7 @@ import transformers as hf
 from test_hf_trainer import arguments, by_hand, dataset, model, steps_taken
 
 import bayesattn as ba
-from bayesattn.hf import BayesianTrainer, KLCallback
+from bayesattn.integrations.hf import BayesianTrainer, KLCallback
 from processes import leave, run_on_two
 
 
@@ -26,9 +26,11 @@ def _process(rank: int, port: int, folder: str, name: str, average: bool, stock:
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
     args, schedule = arguments(folder, **options, average_tokens_across_devices=average), ba.KLSchedule(final=0.3)
     if stock:
-        trainer = hf.Trainer(model(name), args, train_dataset=dataset(name), callbacks=[KLCallback(schedule)])
+        trainer = hf.Trainer(
+            model(name), args, train_dataset=dataset(name), callbacks=[KLCallback(schedule, max_share=None)]
+        )
     else:
-        trainer = BayesianTrainer(model(name), args, train_dataset=dataset(name), kl_schedule=schedule)
+        trainer = BayesianTrainer(model(name), args, train_dataset=dataset(name), kl_schedule=schedule, max_share=None)
     steps = steps_taken(trainer)
     if rank == 0:
         logs = [row for row in trainer.state.log_history if "kl" in row]

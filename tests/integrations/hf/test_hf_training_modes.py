@@ -23,7 +23,7 @@ def gradients(model, inputs, seed=5):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "gptj", "bloom"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_checkpointing_gives_the_same_gradients(name, use_reentrant):
@@ -42,7 +42,7 @@ def test_checkpointing_gives_the_same_gradients(name, use_reentrant):
         torch.testing.assert_close(actual[key], gradient, rtol=1e-4, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "deberta_v2", "bloom"])
 def test_bfloat16_weights_and_autocast_keep_the_kl_in_float32(name):
     model, inputs = bayesianize(build(name), CONFIG), ARCHITECTURES[name].inputs(True)
     with torch.no_grad(), ba.record_kl() as exact:

@@ -10,7 +10,7 @@ from zoo import ARCHITECTURES, build, run
 
 import bayesattn as ba
 from bayesattn import metrics
-from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian, tune_noise
+from bayesattn.convert import NoiseTuning, bayesianize, load_bayesian, report, restore, save_bayesian, tune_noise
 from data import shared_data
 
 IDS = torch.ones(2, 3, dtype=torch.long)
@@ -27,6 +27,24 @@ def batches(model, flip: float, count: int = 3) -> list[dict[str, torch.Tensor]]
         flipped = torch.rand(16, generator=generator) < flip
         result.append({"input_ids": ids, "labels": torch.where(flipped, 1 - labels, labels)})
     return result
+
+
+@pytest.mark.parametrize("name", ["bert", "swin", "t5"])
+def test_chunks_of_repeated_inputs_change_nothing(name):
+    """Also where a model cuts its examples into windows."""
+    model = bayesianize(build(name), ba.AttentionConfig("BAM-WC", weibull_k=1.0))
+    inputs = ARCHITECTURES[name].inputs(False)
+
+    def first_of(result) -> torch.Tensor:
+        return result.logits if hasattr(result, "logits") else result[0]
+
+    alone, together, pairs = (
+        ba.predict(model, inputs, 5, seed=3, chunk_size=size, batch_dims=0, output=first_of).logits for size in (1, None, 2)
+    )
+    assert float(alone.std(dim=0).max()) > 1e-3
+    for other in (together, pairs):
+        # float32 in matrix products of another size
+        torch.testing.assert_close(other, alone, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LF"])
@@ -56,11 +74,13 @@ def test_before_is_the_deterministic_model():
     assert result.before.aurc == pytest.approx(float(metrics.aurc(confidence, right)), rel=1e-5)
 
 
-def test_after_is_the_m_sample_predictive_with_the_chosen_noise():
+@pytest.mark.parametrize("passes", [{}, {"batch_dims": 0, "chunk_size": 2}])
+def test_after_is_the_m_sample_predictive_with_the_chosen_noise(passes):
     model = build("bert")
     data = batches(model, 0.3, count=1)
-    result = tune_noise(bayesianize(model, ba.AttentionConfig("BAM-WC")), data, candidates=[2.0], num_samples=4, seed=6)
-    predicted = ba.predict(model, {"input_ids": data[0]["input_ids"]}, num_samples=4, seed=6)
+    bayesianize(model, ba.AttentionConfig("BAM-WC"))
+    result = tune_noise(model, data, candidates=[2.0], num_samples=4, seed=6, **passes)
+    predicted = ba.predict(model, {"input_ids": data[0]["input_ids"]}, num_samples=4, seed=6, **passes)
     probabilities, labels = predicted.mean, data[0]["labels"]
     confidence, right = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
     assert result.after.nll == pytest.approx(float(metrics.negative_log_likelihood(probabilities, labels).mean()), rel=1e-5)
@@ -77,6 +97,118 @@ def test_layer_by_layer_is_at_least_as_good():
     layered = tune_noise(model, data, candidates=[20.0, 2.0, 0.5], num_samples=4, per_layer=True)
     assert layered.after.nll <= common.after.nll + 1e-9
     assert "weibull_k" in str(layered)
+
+
+def rows_through(model) -> list[int]:
+    """Count the rows of all forward passes from now on, however they are cut into batches."""
+    rows = [0]
+
+    def count(module, args, output):
+        rows[0] += output.shape[0]
+
+    model.classifier.register_forward_hook(count)
+    return rows
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LF"])
+def test_few_candidates_are_tried_and_none_twice(variant):
+    model = build("bert")
+    data = batches(model, 0.3)
+    rows = rows_through(bayesianize(model, ba.AttentionConfig(variant)))
+    result = tune_noise(model, data, num_samples=3)
+    assert len(result.nll_by_value) == 5
+    # three batches of 16: the deterministic model, and three draws per candidate; a full grid of before would be 8 + 1
+    assert rows == [48 * (1 + 3 * 5)]
+    assert len(result.candidates) == 12
+    noise = [1.0 / k for k in result.candidates] if variant == "BAM-WC" else list(result.candidates)
+    assert noise == sorted(noise)
+
+
+def test_a_layer_tries_its_neighbours_only():
+    model = build("bert")
+    data = batches(model, 0.3, count=1)
+    rows = rows_through(bayesianize(model, ba.AttentionConfig("BAM-WC")))
+    result = tune_noise(model, data, candidates=[9.0, 3.0, 1.0], num_samples=2, per_layer=True)
+    trials = (rows[0] // 16 - 1) // 2 - len(result.nll_by_value)
+    assert 2 <= trials <= 4
+    assert len(result.values) == 2
+
+
+def test_candidates_are_compared_under_the_same_draws():
+    model = bayesianize(build("bert"), ba.AttentionConfig("BAM-WC"))
+    data = batches(model, 0.3, count=1)
+    nll = [
+        next(iter(tune_noise(model, data, candidates=[k], num_samples=2, seed=seed).nll_by_value.values()))
+        for k, seed in ((1.0, 0), (1.00001, 0), (1.0, 1))
+    ]
+    assert 0.0 < abs(nll[1] - nll[0]) < 0.01 * abs(nll[2] - nll[0])
+
+
+def test_every_candidate_is_a_line_with_the_time_left(capsys):
+    model = build("bert")
+    data = batches(model, 0.3, count=1)
+    bayesianize(model, ba.AttentionConfig("BAM-WC"))
+    result = tune_noise(model, data, candidates=[9.0, 2.0], num_samples=2)
+    output, errors = capsys.readouterr()
+    lines = errors.splitlines()
+    assert output == ""
+    assert lines[0].startswith(f"tune_noise: deterministic: NLL {result.before.nll:.4f}, about ")
+    assert lines[1].startswith(f"tune_noise: weibull_k = 9: NLL {result.nll_by_value[9.0]:.4f}, about ")
+    assert lines[1].endswith(" s left")
+    assert lines[2] == f"tune_noise: weibull_k = 2: NLL {result.nll_by_value[2.0]:.4f}"
+    assert result.at_edge is not None
+    assert lines[3].endswith(result.at_edge)
+    assert len(lines) == 4
+    tune_noise(model, data, candidates=[9.0, 2.0], num_samples=2, quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_choice_at_an_end_of_the_candidates_is_said():
+    model = build("bert")
+    certain, guessing = batches(model, 0.0), batches(model, 0.5)
+    bayesianize(model, ba.AttentionConfig("BAM-WC"))
+    # enormous noise on a model that is always right, and hardly any
+    least = tune_noise(model, certain, candidates=[1000.0, 0.05, 0.04], num_samples=4)
+    assert least.at_edge == "weibull_k = 1000 is the least noise of all candidates: the data ask for hardly any"
+    assert least.at_edge in str(least)
+    quality = least.before
+    most = NoiseTuning("sigma_q", {"a": 2.0}, (0.5, 2.0), {}, quality, quality)
+    assert str(most).endswith("sigma_q = 2 is the most noise of all candidates; more may be better: give candidates=[...]")
+    inside = NoiseTuning("sigma_q", {"a": 1.0}, (0.5, 1.0, 2.0), {}, quality, quality)
+    assert inside.at_edge is None
+    assert tune_noise(model, guessing, candidates=[5.0], num_samples=2).at_edge is None
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_model_without_noise_is_told_how_to_get_some(convert):
+    model = build("bert")
+    data = batches(model, 0.3, count=1)
+    if convert:
+        bayesianize(model, ba.AttentionConfig("soft"))
+    with pytest.raises(ValueError, match=r"convert it first: model = ba\.bayesianize\(model, ba\.AttentionConfig"):
+        tune_noise(model, data)
+
+
+def test_parts_that_are_kept_in_eval_mode_stay_there():
+    model = build("bert")
+    data = batches(model, 0.3, count=1)
+    bayesianize(model, ba.AttentionConfig("BAM-WC")).train()
+    model.bert.embeddings.eval()
+    tune_noise(model, data, candidates=[5.0], num_samples=2)
+    assert model.training
+    assert not model.bert.embeddings.training
+
+
+def test_the_report_shows_the_choice():
+    model = build("bert")
+    data = batches(model, 0.3, count=1)
+    bayesianize(model, ba.AttentionConfig("BAM-WC"), layers=[0])
+    assert "BAM-WC, weibull_k = 5\n" in str(report(model))
+    tune_noise(model, data, candidates=[3.5], num_samples=2)
+    assert [row.noise for row in report(model).rows] == ["weibull_k = 3.5", None]
+    assert "BAM-WC, weibull_k = 3.5\n" in str(report(model))
+    assert "sigma_q = 0.3" in str(report(bayesianize(build("bert"), ba.AttentionConfig("BAM-LF"))))
+    assert "soft\n" in str(report(bayesianize(build("bert"), ba.AttentionConfig("soft"))))
 
 
 def test_the_choice_is_saved(tmp_path):

@@ -19,6 +19,8 @@ GQA = {
     "num_key_value_heads": 2,
     "intermediate_size": 20,
 }
+EAGER = ("eager",)
+FALCON = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 20}
 VISION = {**SIZES, "image_size": IMAGE, "patch_size": 4}
 ENCODER_DECODER = {
     "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3, "decoder_attention_heads": 3,
@@ -83,6 +85,8 @@ class Architecture:
         modules: Attention modules; fewer than calls where layers are shared.
         generates: Whether it is tested with `generate`.
         can_pad: Whether padded inputs exist for it.
+        static_cache: Whether the library can generate with one.
+        implementations: What the library allows for it, its default first.
     """
 
     build: Callable[[], hf.PreTrainedModel]
@@ -91,6 +95,8 @@ class Architecture:
     modules: int
     generates: bool = False
     can_pad: bool = True
+    static_cache: bool = True
+    implementations: tuple[str, ...] = ("sdpa", "eager")
 
 
 def _encoder(kind: str, **extra: Any) -> Callable[[], hf.PreTrainedModel]:
@@ -164,6 +170,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "modernbert": Architecture(
         _encoder("ModernBert", global_attn_every_n_layers=2, local_attention=4, cls_token_id=1, sep_token_id=2), _text, 2, 2
     ),
+    "deberta_v2": Architecture(
+        _encoder(
+            "DebertaV2",
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_buckets=5,
+            share_att_key=True,
+            norm_rel_ebd="layer_norm",
+            conv_kernel_size=3,
+        ),
+        _text,
+        2,
+        2,
+        implementations=EAGER,
+    ),
+    "mpnet": Architecture(_encoder("MPNet"), _text, 2, 2, implementations=EAGER),
     "vit": Architecture(lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), _image, 2, 2, can_pad=False),
     "dinov2": Architecture(lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**VISION)), _image, 2, 2, can_pad=False),
     "clip": Architecture(_clip, _image_and_text, 4, 4),
@@ -182,6 +204,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         _decoder("Gemma2", **GQA, head_dim=6, sliding_window=4, attn_logit_softcapping=2.0), _text, 2, 2, generates=True
     ),
+    "gptj": Architecture(
+        _decoder("GPTJ", n_embd=24, n_layer=2, n_head=3, n_positions=32, n_inner=20, rotary_dim=4),
+        _text,
+        2,
+        2,
+        generates=True,
+        implementations=EAGER,
+    ),
+    "bloom": Architecture(
+        _decoder("Bloom", hidden_size=24, n_layer=2, n_head=3), _text, 2, 2, generates=True, implementations=EAGER
+    ),
+    "falcon": Architecture(_decoder("Falcon", **FALCON, multi_query=True), _text, 2, 2, generates=True),
+    "falcon, new architecture": Architecture(
+        _decoder("Falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2), _text, 2, 2, generates=True
+    ),
+    "falcon, ALiBi": Architecture(
+        _decoder("Falcon", **FALCON, alibi=True, multi_query=False, bias=True),
+        _text,
+        2,
+        2,
+        generates=True,
+        static_cache=False,
+    ),
     "t5": Architecture(_t5, _seq2seq, 6, 6, generates=True),
     "bart": Architecture(_bart, _seq2seq, 6, 6, generates=True),
     "whisper": Architecture(_whisper_model, _whisper, 6, 6, generates=True, can_pad=False),
@@ -190,10 +235,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def build(name: str, implementation: str = "sdpa", spread: float = 0.3) -> hf.PreTrainedModel:
+def build(name: str, implementation: str | None = None, spread: float = 0.3) -> hf.PreTrainedModel:
     """Return a tiny model with fixed weights, larger than the usual initialisation so that attention is not uniform."""
     torch.manual_seed(7)
     model = ARCHITECTURES[name].build()
+    implementation = implementation or ARCHITECTURES[name].implementations[0]
     model.set_attn_implementation(implementation)
     # T5's two stacks hold copies of the config that the call above does not reach
     for module in model.modules():

@@ -143,7 +143,7 @@ def test_a_model_of_pyg_trains_saves_and_loads(tmp_path):
         optimizer.zero_grad()
         with ba.record_kl() as kl:
             nll = nn.functional.cross_entropy(model(x, index), torch.arange(NODES) % 3)
-        ba.elbo(nll, kl.total(), labels_per_example=float(NODES)).loss.backward()
+        ba.elbo(nll, kl.total(), labels_per_example=float(NODES), max_share=None).loss.backward()
         optimizer.step()
     save_bayesian(model.eval(), tmp_path)
     host = {key: value for key, value in model.state_dict().items() if "bayes_prior" not in key}
@@ -152,7 +152,7 @@ def test_a_model_of_pyg_trains_saves_and_loads(tmp_path):
     load_bayesian(other, tmp_path)
     assert torch.equal(other(x, index), model(x, index))
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
-    prediction = ba.predict(other, [x, index], num_samples=4, chunk_size=1, seed=0)
+    prediction = ba.predict(other, [x, index], num_samples=4, seed=0)
     assert prediction.samples.shape == (4, NODES, 3)
 
 

@@ -10,7 +10,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 import bayesattn as ba
 from bayesattn.bench.harness import peak_memory
-from bayesattn.graph import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv, attention
+from bayesattn.integrations.pyg import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv, attention
 from bayesattn.ops.segment import reference
 
 NODES, TARGETS, IN, OUT, HEADS, EDGE = 11, 6, 5, 4, 3, 2

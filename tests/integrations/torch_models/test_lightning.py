@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     # the package's own imports warn about other packages
     warnings.simplefilter("ignore")
     pl = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
-    from bayesattn.convert.lightning import KLCallback
+    from bayesattn.integrations.lightning import KLCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXAMPLES = 8
@@ -50,7 +50,7 @@ def test_kl_weighs_the_same_under_accumulation(batch, accumulation, tmp_path):
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=1, accumulate_grad_batches=accumulation,
-        callbacks=[KLCallback(ba.KLSchedule(final=0.3))], logger=False, enable_checkpointing=False,
+        callbacks=[KLCallback(ba.KLSchedule(final=0.3), max_share=None)], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=batch))
@@ -82,9 +82,9 @@ def test_the_schedule_follows_the_steps_and_resumes_with_a_checkpoint(tmp_path):
     def fit(epochs: int, checkpoint: str | None = None) -> tuple[pl.Trainer, list[float]]:
         weights = Weights()
         trainer = pl.Trainer(
-            accelerator="cpu", max_epochs=epochs, callbacks=[KLCallback(ba.KLSchedule("linear", period=4.0)), weights],
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=tmp_path,
+            accelerator="cpu", max_epochs=epochs,
+            callbacks=[KLCallback(ba.KLSchedule("linear", period=4.0), max_share=None), weights], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(Module(), torch.utils.data.DataLoader(data(), batch_size=4), ckpt_path=checkpoint)
         return trainer, weights.seen
@@ -93,6 +93,30 @@ def test_the_schedule_follows_the_steps_and_resumes_with_a_checkpoint(tmp_path):
     assert seen == [0.0, 0.25]
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     assert fit(2, str(tmp_path / "half.ckpt"))[1] == [0.5, 0.75]
+
+
+def test_without_a_word_the_kl_is_at_most_a_hundredth_of_the_nll(tmp_path):
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[KLCallback()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(data(), batch_size=8))
+    nll, kl, weight = (float(trainer.callback_metrics[key]) for key in ("nll", "kl", "kl_weight"))
+    assert weight * kl == pytest.approx(0.01 * nll, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("always")
+def test_priors_outside_the_optimizer_are_announced(tmp_path):
+    class Early(Module):
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for n, p in self.named_parameters() if "bayes_prior" not in n], lr=0.1)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[KLCallback()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="parameters of priors are in no optimizer"):
+        trainer.fit(Early(), torch.utils.data.DataLoader(data(), batch_size=8))
 
 
 def test_a_scope_is_not_left_open_by_an_error(tmp_path):

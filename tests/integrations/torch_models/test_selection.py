@@ -108,4 +108,5 @@ def test_report_counts_what_was_added():
     assert report(model).added_parameters == 2 * 31
     assert report(model).model_parameters == sum(p.numel() for p in model.parameters())
     assert "2 of 2 attention modules are Bayesian, 62 parameters added" in str(report(model))
+    assert str(report(model)).endswith("an optimizer built before the conversion does not have them")
     assert report(restore(model)).added_parameters == 0

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributions import Categorical, Dirichlet, kl_divergence
 
 from bayesattn import record_kl
-from bayesattn.baselines import (
+from bayesattn_recipes.baselines import (
     AttentionChoice,
     GaussianContext,
     LatentAlignment,
@@ -22,8 +22,8 @@ from bayesattn.baselines import (
     dirichlet,
     with_score_function,
 )
-from bayesattn.baselines.sampled_kl import sampled_kl
-from bayesattn.baselines.variational import exact_nll
+from bayesattn_recipes.baselines.sampled_kl import sampled_kl
+from bayesattn_recipes.baselines.variational import exact_nll
 from helpers import assert_within_standard_errors
 
 DRAWS = 20_011

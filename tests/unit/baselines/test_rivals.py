@@ -5,7 +5,9 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from bayesattn import AttentionConfig, functional, record_kl, sampling
-from bayesattn.baselines import (
+from bayesattn.nn import BayesianWeights
+from bayesattn.noise.keyed import keyed_noise
+from bayesattn_recipes.baselines import (
     RIVALS,
     AttentionChoice,
     GaussianContext,
@@ -13,11 +15,9 @@ from bayesattn.baselines import (
     build_weights,
     with_score_function,
 )
-from bayesattn.baselines.gaussian import kl_gaussian
-from bayesattn.baselines.sampled_kl import sampled_kl
-from bayesattn.keyed import keyed_noise
-from bayesattn.nn import BayesianWeights
-from bayesattn.recipes._train import build_config
+from bayesattn_recipes.baselines.gaussian import kl_gaussian
+from bayesattn_recipes.baselines.sampled_kl import sampled_kl
+from bayesattn_recipes.common.config import build_config
 from helpers import (
     CONTEXTUAL,
     WITH_KL,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from bayesattn.baselines import AttentionChoice, HardWeights, with_score_function
-from bayesattn.baselines.score_function import cost_to_go, score_function
+from bayesattn_recipes.baselines import AttentionChoice, HardWeights, with_score_function
+from bayesattn_recipes.baselines.score_function import cost_to_go, score_function
 from helpers import assert_within_standard_errors
 
 # two decoding steps over three keys; the second loss depends on both choices, and both have a common offset

@@ -5,9 +5,9 @@ import torch
 from torch.distributions import Dirichlet, kl_divergence
 
 from bayesattn import record_kl
-from bayesattn.baselines import AttentionChoice, InferenceNetwork, LatentAlignment, categorical, dirichlet
-from bayesattn.baselines.latent import run_packed
-from bayesattn.baselines.variational import enum_bound, exact_nll, marginal_log_probs, sample_bound
+from bayesattn_recipes.baselines import AttentionChoice, InferenceNetwork, LatentAlignment, categorical, dirichlet
+from bayesattn_recipes.baselines.latent import run_packed
+from bayesattn_recipes.baselines.variational import enum_bound, exact_nll, marginal_log_probs, sample_bound
 from helpers import assert_finite, assert_within_standard_errors
 
 PRIOR = torch.tensor([0.4, -0.3, 1.1, 0.2], dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesattn.metrics import top_two_classes, top_two_p_value, two_sample_p_value
-from bayesattn.metrics._special import beta_quantile, regularized_beta, student_t_two_sided
+from bayesattn.metrics.special import beta_quantile, regularized_beta, student_t_two_sided
 from helpers import no_type_checks
 
 TESTS = ("paired", "welch", "pooled", "wilcoxon")

@@ -11,7 +11,8 @@ import torch
 from matplotlib.figure import Figure
 
 from bayesattn import metrics, plots
-from bayesattn.plots import _style
+from bayesattn.plots import style
+from helpers import no_type_checks
 
 B, S, C = 97, 7, 5
 
@@ -105,15 +106,51 @@ def test_legend_of_calibration_names_models_of_all_panels():
     _, table = _table()
     columns = (table.confidence, table.accuracy)
     figure = plots.plot_calibration({"a": {"soft": columns}, "b": {"BAM-WC": columns, "soft": columns}}, num_bins=3)
-    texts = figure.axes[0].get_legend().get_texts()
+    texts = figure.legends[0].get_texts()
     assert [text.get_text() for text in texts] == ["soft", "BAM-WC"]
 
 
 def test_risk_curve_ends_at_the_error_rate_and_names_its_area():
     _, table = _table()
-    ax = plots.plot_risk_coverage({"cost $5 $x^2$": (table.confidence, table.accuracy)}).axes[0]
-    assert ax.lines[0].get_ydata()[-1] == pytest.approx(1 - float(table.accuracy.mean()))
-    assert f"AURC {float(metrics.aurc(table.confidence, table.accuracy)):.3f}" in ax.get_legend().get_texts()[0].get_text()
+    figure = plots.plot_risk_coverage({"cost $5 $x^2$": (table.confidence, table.accuracy)})
+    assert figure.axes[0].lines[0].get_ydata()[-1] == pytest.approx(1 - float(table.accuracy.mean()))
+    area = float(metrics.aurc(table.confidence, table.accuracy))
+    assert f"AURC {area:.3f}" in figure.legends[0].get_texts()[0].get_text()
+
+
+def test_risk_curve_of_several_runs_is_their_mean():
+    tables = [_table()[1] for _ in range(3)]
+    figure = plots.plot_risk_coverage({"a": [(table.confidence, table.accuracy) for table in tables]})
+    curves = [metrics.risk_coverage(table.confidence, table.accuracy) for table in tables]
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), np.mean([curve.risk for curve in curves], axis=0))
+    area = np.mean([float(metrics.aurc(table.confidence, table.accuracy)) for table in tables])
+    assert figure.legends[0].get_texts()[0].get_text() == f"a (AURC {area:.3f})"
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_legend_of_many_long_names_hides_no_line(count):
+    samples, table = _table()
+    called = [f"digits BAM-WC dataset={'generated ' * 20}learning_rate=0.0{index}, MC dropout" for index in range(count)]
+    points = metrics.pavpu_by_threshold(samples, table.accuracy, num_resamples=2)
+    columns = (table.confidence, table.accuracy)
+    for figure in (
+        plots.plot_risk_coverage(dict.fromkeys(called, columns), title="long " * 40),
+        plots.plot_pavpu(dict.fromkeys(called, points)),
+        plots.plot_calibration({"a": dict.fromkeys(called, columns), "b": {called[0]: columns}}, title="long " * 40),
+        plots.plot_reliability(*columns, title="x" * 150),
+        plots.plot_attention_heads(_weights(S, 5, 3, 4), title="long " * 40),
+    ):
+        # a layout that fails is a warning, and so an error here
+        figure.draw_without_rendering()
+        assert min(ax.get_window_extent().height for ax in figure.axes if ax.get_visible()) > 30
+        page = figure.bbox
+        for text in (part for ax in figure.axes for part in (ax.title, ax.xaxis.label)):
+            assert text.get_window_extent().x1 <= page.x1 + 1
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert box.x0 >= -1
+            assert box.x1 <= page.x1 + 1
+            assert all(not box.overlaps(ax.get_window_extent()) for ax in figure.axes)
 
 
 @pytest.mark.parametrize(("over", "expected"), [("threshold", "M = 7"), ("num_samples", "threshold 0.05")])
@@ -174,8 +211,8 @@ def test_palette_is_distinct_in_grey_where_lines_share_a_style():
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
     # good against bad carries meaning, and every neighbour in the order differs
-    assert abs(grey(_style.GOOD) - grey(_style.BAD)) > 0.05
-    assert all(abs(grey(a) - grey(b)) > 0.03 for a, b in zip(_style.COLORS, _style.COLORS[1:], strict=False))
+    assert abs(grey(style.GOOD) - grey(style.BAD)) > 0.05
+    assert all(abs(grey(a) - grey(b)) > 0.03 for a, b in zip(style.COLORS, style.COLORS[1:], strict=False))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +232,7 @@ def test_palette_is_distinct_in_grey_where_lines_share_a_style():
         (lambda: plots.plot_edge_uncertainty(*_graph(), 0, labels=["a"]), "labels has 1 entries"),
     ],
 )
-def test_bad_input_is_refused(call, message):
+def test_bad_input_is_refused(call, message, monkeypatch):
+    no_type_checks(monkeypatch)
     with pytest.raises(ValueError, match=message):
         call()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from report_runs import make_run
 
-from bayesattn.report import figures, write_report
+from bayesattn.evaluation.report import figures, write_report
 
 
 @pytest.fixture(scope="session")

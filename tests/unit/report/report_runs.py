@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from bayesattn import runs
-from bayesattn.report import measure_run
+from bayesattn.evaluation import runs
+from bayesattn.evaluation.report import measure_run
 
 HOSTILE = '<script>alert("x")</script>&\'"$\\frac{'
 
@@ -13,6 +13,7 @@ HOSTILE = '<script>alert("x")</script>&\'"$\\frac{'
 def make_run(
     folder: Path,
     *,
+    recipe="digits",
     variant="BAM-WC",
     seed=0,
     class_names=("ant", "bee", "cat", "dog"),
@@ -44,7 +45,7 @@ def make_run(
     }
     runs.write_run(
         folder,
-        recipe="digits",
+        recipe=recipe,
         variant=variant,
         config=config or {"seed": seed, "attention": {"variant": variant}},
         seed=seed,

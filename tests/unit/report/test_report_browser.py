@@ -6,8 +6,9 @@ import shutil
 import pytest
 from report_runs import HOSTILE, make_run
 
-from bayesattn import metrics, runs
-from bayesattn.report import write_report
+from bayesattn import metrics
+from bayesattn.evaluation import runs
+from bayesattn.evaluation.report import write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

@@ -9,11 +9,12 @@ from report_runs import make_run
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from bayesattn import metrics, runs
-from bayesattn.report import measure_run
-from bayesattn.report.aggregate import over_runs
-from bayesattn.report.gather import group_runs, read_runs
-from bayesattn.report.measure import measure
+from bayesattn import metrics
+from bayesattn.evaluation import runs
+from bayesattn.evaluation.aggregate import over_runs
+from bayesattn.evaluation.measure import measure
+from bayesattn.evaluation.report import measure_run
+from bayesattn.evaluation.report.gather import group_runs, read_runs
 
 
 def test_interval_over_runs_is_students():
@@ -100,8 +101,8 @@ def test_runs_of_one_variant_are_told_apart_by_what_differs(tmp_path):
         for k in (1, 5)
     ]
     labels = [group.label for group in group_runs(read_runs(folders))]
-    assert labels[0] == "BAM-WC attention.weibull_k=1, no draws"
-    assert labels[2] == "BAM-WC attention.weibull_k=5, no draws"
+    assert labels[0] == "BAM-WC weibull_k=1, no draws"
+    assert labels[2] == "BAM-WC weibull_k=5, no draws"
 
 
 def test_single_run_keeps_its_bootstrap_interval(tmp_path):

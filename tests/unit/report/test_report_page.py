@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 import pytest
 from report_runs import HOSTILE, make_run
 
-from bayesattn import runs
-from bayesattn.report import write_report
+from bayesattn import metrics
+from bayesattn.evaluation import runs
+from bayesattn.evaluation.report import figures, write_report
+from bayesattn.evaluation.report.gather import group_runs, read_runs
 
 
 class Reader(HTMLParser):
@@ -102,6 +104,33 @@ def test_figures_are_also_saved_as_files(page_path):
     assert {"risk-coverage.png", "pavpu-threshold.png", "pavpu-draws.png", "reliability-1-scaled.png"} <= set(files)
     assert {"p-values-2.png", "entropy-2-1.png", "heads-2.png"} <= set(files)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files.values())
+
+
+def test_legend_gives_the_aurc_of_the_table(run_folders, monkeypatch):
+    groups = group_runs(read_runs(run_folders))
+    # of runs that are pooled the area would be another
+    pooled = groups[1].pooled_table("test")
+    expected = groups[1].metric("test", "aurc").value
+    assert abs(float(metrics.aurc(pooled.confidence, pooled.accuracy)) - expected) > 1e-3
+    made = []
+    monkeypatch.setattr(figures, "draw", lambda section, name, caption, make, **options: made.append((name, make)))
+    list(figures._comparisons(groups, "test", ""))
+    legend = dict(made)["risk-coverage"]().legends[0]
+    assert legend.get_texts()[1].get_text() == f"BAM-WC, draws (AURC {expected:.3f})"
+
+
+def test_recipes_have_tables_and_figures_of_their_own(run_folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "_of_group", lambda *group: [])
+    other = make_run(tmp_path / "graph-0", recipe="graph", class_names=("a" * 70, "b c " * 30))
+    page = write_report([run_folders[0], run_folders[2], other], tmp_path / "page.html").read_text()
+    tables = [table for table in page.split("</table>") if "split <strong>test</strong>, " in table]
+    rows = [re.findall(r'<th scope="row">([^<]*)</th>', table.split("<table>")[-1]) for table in tables]
+    assert rows == [
+        ["digits BAM-WC, no draws", "digits BAM-WC, draws", "digits soft, no draws", "digits soft, draws"],
+        ["graph BAM-WC, no draws", "graph BAM-WC, draws"],
+    ]
+    assert page.count("<option>strange</option>") == 1
+    assert re.findall("<h3>(Comparison[^<]*)</h3>", page) == ["Comparison: digits", "Comparison: graph"]
 
 
 def test_figures_have_a_dark_version(page):

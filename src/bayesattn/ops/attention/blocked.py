@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import weibull_kl
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.reference import expand_heads
+from bayesattn.ops.once import once_differentiable
 
 # entries of a block; two float32 arrays of this size fit a 2 MiB second-level cache (measured best of 2^16 … 2^22)
 BLOCK_ENTRIES = 2**18

@@ -7,8 +7,8 @@ noise and log-sum-exps are in units of log 2.
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
-from bayesattn.ops.attention.tiles import allowed_entries, load_tile
+from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
+from bayesattn.ops.common.tiles import allowed_entries, load_tile
 
 
 @triton.jit

@@ -11,7 +11,7 @@ are short. Here it is one kernel forward, and the backward pass gets it with wha
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.tiles import load_tile
+from bayesattn.ops.common.tiles import load_tile
 
 HALF_LOG_TWO_PI = tl.constexpr(0.9189385332046727)
 # what the forward kernel keeps per head: A, Σ_i LSE_i, and the factor by which the KL is divided

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesattn.noise import dropout_numbers
+from bayesattn.noise.specification import dropout_numbers
 from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.support import INTERPRETED
-from bayesattn.ops.attention.tiles import FULL_MASK, KEY_MASK
-from bayesattn.ops.launch import Launch, prepared
+from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.common.tiles import FULL_MASK, KEY_MASK
 
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
 BLOCKS = {

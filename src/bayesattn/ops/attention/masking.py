@@ -10,6 +10,20 @@ from torch import Tensor
 
 Mask = Bool[Tensor, "*#bh #m n"] | None
 
+# e^-80 is 2e-35: beside any other key of its row such a weight is nothing in float32. Libraries forbid with −inf, with the
+# smallest number of the dtype, with −1e4, −1e9, or (Swin) with −100 plus a small learnt bias
+FORBIDDEN = -80.0
+
+
+def split_bias(bias: Float[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."]]:
+    """Return (where a query may attend, what is added there) from numbers that are added to the scores.
+
+    An entry of `FORBIDDEN` or less does not exist, so neither weights nor KL see how the caller wrote "minus infinity".
+    NaN stays: it has to reach the output.
+    """
+    forbidden = bias <= FORBIDDEN
+    return ~forbidden, bias.masked_fill(forbidden, 0.0)
+
 
 def masked_softmax(scores: Float[Tensor, "*bh m n"], mask: Mask) -> Float[Tensor, "*bh m n"]:
     """Return softmax over the allowed keys; rows without any are 0."""

@@ -12,7 +12,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.common.precision import upcast
 
 
 def sample_weights(

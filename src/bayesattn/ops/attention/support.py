@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesattn.config import AttentionConfig
-from bayesattn.noise import Seed
+from bayesattn.noise.specification import Seed
 
 # looked up once: torch.compile cannot trace either question
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -67,6 +67,8 @@ def why_not_triton(call: Call) -> str:
 
 
 def _why_not_fused(call: Call) -> str:
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func (grad, vmap, …) cannot trace it"
     if call.bias is not None:
         return "it takes no additive bias"
     return ""

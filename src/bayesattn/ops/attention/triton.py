@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
@@ -33,8 +32,9 @@ from bayesattn.ops.attention.launch import (
 )
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
-from bayesattn.ops.launch import prepared
-from bayesattn.ops.precision import saturate
+from bayesattn.ops.common.launch import prepared
+from bayesattn.ops.common.precision import saturate
+from bayesattn.ops.once import once_differentiable
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8

@@ -30,8 +30,8 @@ from bayesattn.ops.attention.launch import (
     optional_pointers,
     padded,
 )
-from bayesattn.ops.launch import Launch, prepared
-from bayesattn.ops.precision import saturate
+from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.common.precision import saturate
 
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}
 # entries of a tile of keys or queries; many bytes in flight make up for one program a head

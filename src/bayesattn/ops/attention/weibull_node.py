@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.launch import Noise, aligned, layout
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull import Divergence, Problem, kept_arrays, run_backward, run_forward
+from bayesattn.ops.once import once_differentiable
 
 # the kernel multiplies four numbers of the size of α, which is Ψ or βΨ
 LARGEST_ALPHA = 1e6

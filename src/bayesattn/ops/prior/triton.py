@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
-from torch.autograd.function import once_differentiable
 
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, layout, padded
 from bayesattn.ops.attention.support import INTERPRETED
-from bayesattn.ops.launch import Launch, prepared
+from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256

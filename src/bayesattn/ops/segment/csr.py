@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from bayesattn.noise import generator_halves
+from bayesattn.noise.specification import generator_halves
+from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.segment.edges import Edges
 
 

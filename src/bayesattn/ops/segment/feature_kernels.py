@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.tiles import saturated
+from bayesattn.ops.common.tiles import saturated
 
 
 @triton.jit

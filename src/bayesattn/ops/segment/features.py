@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
-from bayesattn.ops.launch import Launch, prepared
-from bayesattn.ops.precision import saturate
+from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.common.precision import saturate
 from bayesattn.ops.segment import feature_kernels
 from bayesattn.ops.segment.launch import node_blocks, prepare_blocks
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores

@@ -8,8 +8,8 @@ in units of log 2, as in `ops/attention/draws.py`, from which the noise's arithm
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.draws import LN_2, LOG2_E, ROUNDS, draw, fast_exp2
 from bayesattn.ops.attention.kl_kernels import key_term_slope
+from bayesattn.ops.common.draws import LN_2, LOG2_E, ROUNDS, draw, fast_exp2
 
 
 @triton.jit

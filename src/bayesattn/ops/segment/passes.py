@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
-from bayesattn.ops.launch import Launch, prepared
+from bayesattn.ops.common.launch import Launch, prepared
 from bayesattn.ops.segment import kernels, kl_kernels
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.launch import kernel_constants, prepare_blocks, runs, sum_blocks

@@ -17,7 +17,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import kl_lognormal_lognormal, weibull_gamma_key_term
 from bayesattn.ops.attention.kl import capped_exp
-from bayesattn.ops.precision import upcast
+from bayesattn.ops.common.precision import upcast
 from bayesattn.ops.segment import plain
 from bayesattn.ops.segment.draws import edge_log_noise
 from bayesattn.ops.segment.edges import Edges

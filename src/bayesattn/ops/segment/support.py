@@ -44,6 +44,8 @@ def why_not_triton(call: EdgeCall) -> str:
         return "the values have no heads or no features"
     if call.value.shape[-1] > 256:
         return f"a head has {call.value.shape[-1]} features, more than 256"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func (grad, vmap, …) cannot trace it"
     if not call.sample:
         return "the weights are not sampled"
     if call.dropout_p > 0.0:

@@ -10,12 +10,12 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
-from bayesattn.ops.precision import saturate
+from bayesattn.ops.common.precision import saturate
+from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import features, passes, plain, weibull_node
 from bayesattn.ops.segment.edges import Edges

@@ -15,7 +15,7 @@ from torch import Tensor
 from bayesattn.divergences import weibull_gamma_key_term
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
 from bayesattn.ops.attention.weibull import Divergence
-from bayesattn.ops.launch import Launch, prepared
+from bayesattn.ops.common.launch import Launch, prepared
 from bayesattn.ops.segment import kl_kernels, passes
 from bayesattn.ops.segment.pairs import PairScores
 from bayesattn.ops.segment.passes import CONSTANT, PER_SOURCE, Divergent, Draw, Indices

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.weibull import Divergence
 from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
-from bayesattn.ops.precision import saturate
+from bayesattn.ops.common.precision import saturate
+from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.prior.triton import nodes_backward, nodes_forward
 from bayesattn.ops.segment import features

@@ -1,0 +1,32 @@
+"""What Bayesian attention is compared with, behind the same interface: hard, Gaussian and variational attention, MC dropout.
+
+docs/baselines.md is the page about them.
+"""
+
+from bayesattn_recipes.baselines.attention import RivalAttention
+from bayesattn_recipes.baselines.config import RIVALS, AttentionChoice
+from bayesattn_recipes.baselines.dropout import DropoutWeights
+from bayesattn_recipes.baselines.gaussian import GaussianContext, GaussianWeights
+from bayesattn_recipes.baselines.hard import GumbelWeights, HardWeights
+from bayesattn_recipes.baselines.latent import InferenceNetwork, LatentAlignment
+from bayesattn_recipes.baselines.sampled_kl import SampledKLWeights
+from bayesattn_recipes.baselines.score_function import with_score_function
+from bayesattn_recipes.baselines.step import StepAttention, build_step_attention, build_weights
+
+__all__ = [
+    "RIVALS",
+    "AttentionChoice",
+    "DropoutWeights",
+    "GaussianContext",
+    "GaussianWeights",
+    "GumbelWeights",
+    "HardWeights",
+    "InferenceNetwork",
+    "LatentAlignment",
+    "RivalAttention",
+    "SampledKLWeights",
+    "StepAttention",
+    "build_step_attention",
+    "build_weights",
+    "with_score_function",
+]

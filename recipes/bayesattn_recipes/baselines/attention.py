@@ -1,0 +1,155 @@
+"""The rivals in attention of many heads and layers: what takes the place of softmax and average in a module.
+
+`nn.MultiheadAttention`, converted models of torch and transformers and the layers of `bayesattn.integrations.pyg` compute
+scores, and have a child of this class where their config names a rival. While it is idle (eval mode, nothing drawn) they run
+deterministic attention, fused kernels included; else the scores come here. There is no fused kernel for any rival.
+"""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from bayesattn.kl import is_observing_entropy, note_entropy
+from bayesattn.nn import BayesianModule
+from bayesattn.ops.attention.reference import expand_heads
+from bayesattn.ops.common.precision import upcast, without_autocast
+from bayesattn.ops.segment.edges import Edges
+from bayesattn.ops.segment.reference import EdgeAttention
+from bayesattn_recipes.baselines.config import AttentionChoice
+from bayesattn_recipes.baselines.gaussian import GaussianContext
+from bayesattn_recipes.baselines.module import RivalWeights
+from bayesattn_recipes.baselines.rows import DenseRows, EdgeRows, Rows
+from bayesattn_recipes.baselines.sampled_kl import SampledKLWeights
+from bayesattn_recipes.baselines.step import build_weights
+
+
+class RivalAttention(nn.Module):
+    """From scores and values to output, as a rival of Bayesian attention has it.
+
+    KLs are returned, not recorded: the module whose child this is records them under its own name. Dropout of the weights
+    is the module's, as for Bayesian attention, but for `mc-dropout`, whose own rate takes its place.
+
+    Args:
+        config: One whose `is_rival` is true.
+        head_dim: Features of a key and of a value of one head; needed for contextual priors and noisy contexts.
+        num_heads: Heads of the keys.
+    """
+
+    def __init__(
+        self,
+        config: AttentionChoice,
+        *,
+        head_dim: int | None,
+        num_heads: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config.check_layers()
+        self.config = config
+        self.weights = self.context_noise = None
+        if config.variant == "gaussian-context":
+            assert head_dim is not None
+            # one network for all heads, as a contextual prior has; in the dtype of the values it reads
+            self.context_noise = GaussianContext(config, head_dim).to(dtype=dtype)
+        else:
+            self.weights = build_weights(config, key_dim=head_dim, num_heads=num_heads)
+        self.to(device=device)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next call is soft attention: nothing is drawn and no KL computed."""
+        part: BayesianModule | None = self.weights if self.context_noise is None else self.context_noise
+        assert part is not None
+        return part.is_idle
+
+    def forward(
+        self,
+        scores: Float[Tensor, "b h m n"],
+        key: Float[Tensor, "b hk n d"],
+        value: Float[Tensor, "b hk n dv"],
+        *,
+        mask: Bool[Tensor, "..."] | None,
+        dropout_p: float,
+    ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"], Float[Tensor, " b"] | None]:
+        """Return output, weights before dropout and, where someone records one, the KL of each example.
+
+        Args:
+            scores: Φ, with whatever is added to it.
+            key: Read by a contextual prior.
+            value: What is averaged; key heads are shared by groups of score heads.
+            mask: True where a query may attend, broadcastable to the scores.
+            dropout_p: Of the weights.
+        """
+        with without_autocast(scores.device.type):
+            scores = upcast(scores)
+            rows = DenseRows.of(scores, mask)
+            if is_observing_entropy():
+                note_entropy(rows.softmax(scores.detach()), rows.mask)
+            if isinstance(self.weights, SampledKLWeights):
+                # a key counts if any head of those that share it sees it
+                heads = key.shape[1]
+                valid = None if rows.mask is None else rows.mask.any(dim=-2).unflatten(1, (heads, -1)).any(dim=2)
+                prior = self.weights.log_prior(upcast(key), valid)
+                prior = None if prior is None else expand_heads(prior, scores.shape[1])
+                weights, kl = self.weights.draw(scores, prior=prior, mask=rows.mask)
+                return rows.weigh(F.dropout(weights, dropout_p), value), weights.to(value.dtype), kl
+            output, weights, _, kl = self._attend(scores, value, rows, dropout_p)
+            return output, weights.to(value.dtype), kl
+
+    def on_edges(
+        self,
+        scores: Float[Tensor, "e h"],
+        value: Float[Tensor, "n h d"],
+        edges: Edges,
+        ops: ModuleType,
+        *,
+        dropout_p: float,
+        generator: torch.Generator | None = None,
+    ) -> EdgeAttention:
+        """Return the same for the edges of a graph.
+
+        Args:
+            scores: Φ of every edge.
+            value: Features of the sources.
+            edges: The graph.
+            ops: `ops.segment.plain`, or `csr`.
+            dropout_p: Of the weights.
+            generator: Where noise comes from; None is torch's own.
+        """
+        with without_autocast(scores.device.type):
+            output, weights, dropped, kl = self._attend(upcast(scores), value, EdgeRows(edges, ops, generator), dropout_p)
+            return EdgeAttention(output, weights, dropped, kl)
+
+    def edge_weights(
+        self, scores: Float[Tensor, "e h"], edges: Edges, ops: ModuleType, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "e h"]:
+        """Return the weights of edges alone, before dropout; arguments as for `on_edges`."""
+        with without_autocast(scores.device.type):
+            return self._weights(upcast(scores), EdgeRows(edges, ops, generator))[0]
+
+    def drop(self, weights: Tensor, p: float) -> Tensor:
+        """Return weights after the dropout of the module around this one; `mc-dropout` has had its own."""
+        return weights if self.config.variant == "mc-dropout" or p == 0.0 else F.dropout(weights, p)
+
+    def _attend(
+        self, scores: Tensor, value: Tensor, rows: Rows, dropout_p: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        weights, kl = self._weights(scores, rows)
+        dropped = self.drop(weights, dropout_p)
+        output = rows.weigh(dropped, value)
+        if self.context_noise is not None and not self.context_noise.is_idle:
+            output, entries = self.context_noise.draw(
+                output, rows, lambda: rows.weigh(rows.softmax(torch.zeros_like(scores)), value)
+            )
+            kl = None if entries is None else rows.reduce(entries, self.config.kl_reduction, by_row=True)
+        return output, weights, dropped, kl
+
+    def _weights(self, scores: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        if self.weights is None:
+            return rows.softmax(scores), None
+        assert isinstance(self.weights, RivalWeights)
+        return self.weights.draw(scores, rows)

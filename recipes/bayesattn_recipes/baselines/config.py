@@ -1,0 +1,148 @@
+"""One config for everything a recipe may name as its attention: soft, Bayesian, or a rival of Bayesian attention."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from bayesattn.config import VARIANTS, AttentionConfig, Family, PriorKind, Variant
+
+# what each rival makes random: a choice of one key, the weights, the context vector, or a latent alignment of the output
+Hard = Literal["hard-reinforce", "hard-gumbel"]
+Gaussian = Literal["gaussian-context", "gaussian-weights"]
+Variational = Literal["variational-exact", "variational-enum", "variational-sample", "variational-dirichlet"]
+Choice = Literal[Variant, Hard, Gaussian, "mc-dropout", Variational]
+HARD, GAUSSIAN, VARIATIONAL = get_args(Hard), get_args(Gaussian), get_args(Variational)
+RIVALS = (*HARD, *GAUSSIAN, "mc-dropout", *VARIATIONAL)
+# what attention of many heads and layers can be
+IN_LAYERS = (*VARIANTS, *HARD, *GAUSSIAN, "mc-dropout")
+
+Control = Literal["none", "moving-average", "self-critical"]
+ContextPrior = Literal["keys", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice(AttentionConfig):
+    """An `AttentionConfig` whose variant may also be one of the rivals; docs/baselines.md says what each is.
+
+    Use it as the type of a recipe's `attention` field: the YAML of every variant is then one flat mapping.
+
+    Args:
+        baseline: What `hard-reinforce` subtracts from the loss of a draw: nothing, the moving average of earlier losses, or
+            the loss of a second pass with soft attention.
+        entropy_bonus: Weight of the entropy of the choice (`hard-reinforce`), subtracted from the loss.
+        temperature: Of the Gumbel-softmax; towards 0 it becomes a choice of one key.
+        straight_through: Whether `hard-gumbel` passes on the chosen key alone and the relaxed weights' gradient.
+        context_prior: What the Gaussian context is pulled towards: the mean of the `keys`, or `zero`.
+        gaussian_sigma: Deviation of the weights at the start (`gaussian-weights`).
+        attention_dropout: Dropout on the weights (`mc-dropout`).
+        sampled_kl: Replace the closed-form KL of a Bayesian variant by ln q(S) − ln p(S) at the drawn S.
+        inference_dim: Features of each direction of the inference network's LSTMs (`variational-…`).
+    """
+
+    allowed_variants: ClassVar[tuple[str, ...]] = get_args(Choice)
+
+    variant: Choice = dataclasses.field(default="BAM-WC", kw_only=False)
+    baseline: Control = "moving-average"
+    entropy_bonus: float = 0.0
+    temperature: float = 0.5
+    straight_through: bool = False
+    context_prior: ContextPrior = "keys"
+    gaussian_sigma: float = 1.0
+    attention_dropout: float = 0.1
+    sampled_kl: bool = False
+    inference_dim: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("baseline", get_args(Control)), ("context_prior", get_args(ContextPrior))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
+        for name in ("temperature", "gaussian_sigma"):
+            if not (0.0 < getattr(self, name) < math.inf):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number above 0")
+        if not (0.0 <= self.entropy_bonus < math.inf):
+            raise ValueError(f"entropy_bonus is {self.entropy_bonus!r}; allowed: a finite number of at least 0")
+        if not (0.0 <= self.attention_dropout < 1.0):
+            raise ValueError(f"attention_dropout is {self.attention_dropout!r}; allowed: at least 0 and below 1")
+        if self.inference_dim < 1:
+            raise ValueError(f"inference_dim is {self.inference_dim!r}; allowed: an integer of at least 1")
+        if self.sampled_kl and not (self.is_bayesian and super().has_kl):
+            raise ValueError(f"sampled_kl is True for {self.variant}; allowed: with BAM-LF, BAM-LC, BAM-WF or BAM-WC")
+
+    @property
+    def is_bayesian(self) -> bool:
+        """Whether the variant is one of the library's own, soft attention included."""
+        return self.variant in VARIANTS
+
+    @property
+    def is_rival(self) -> bool:
+        """Whether something else than the library's own method takes the place of the softmax."""
+        return not self.is_bayesian or self.sampled_kl
+
+    @property
+    def needs_key_dim(self) -> bool:
+        """Whether a module needs to know the features of a key: of a contextual prior, or of a noisy context."""
+        return super().needs_key_dim if self.is_bayesian else self.variant == "gaussian-context"
+
+    def check_layers(self, *, on_edges: bool = False) -> None:
+        """Refuse latent alignments, which attention of many heads and layers cannot be, and on edges the sampled KL."""
+        if self.is_variational:
+            raise ValueError(
+                f"variant is {self.variant!r}, which needs the likelihood of the output under every single key, and several "
+                f"heads or layers have none; allowed here: {', '.join(map(repr, IN_LAYERS))}"
+            )
+        if on_edges and self.sampled_kl:
+            raise ValueError("sampled_kl is True, whose estimate is written for dense scores; allowed on edges: False")
+
+    def build_rival(
+        self, *, head_dim: int | None, num_heads: int, device: Any | None = None, dtype: Any | None = None
+    ) -> Any:
+        """Return the `RivalAttention` of the config."""
+        # here, because it is built from modules that know this class
+        from bayesattn_recipes.baselines.attention import RivalAttention
+
+        return RivalAttention(self, head_dim=head_dim, num_heads=num_heads, device=device, dtype=dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values; of soft and Bayesian attention those of an `AttentionConfig`, which it is."""
+        values = super().to_dict()
+        if self.is_rival:
+            return values
+        return {field.name: values[field.name] for field in dataclasses.fields(AttentionConfig)}
+
+    @property
+    def is_variational(self) -> bool:
+        """Whether the variant is a latent alignment (Deng et al., 2018), which needs a `LatentAlignment`."""
+        return self.variant in VARIATIONAL
+
+    @property
+    def family(self) -> Family | None:
+        """Posterior family of a Bayesian variant; a rival has none, and code that asks for one cannot run it."""
+        self._only_bayesian()
+        return super().family
+
+    @property
+    def prior_kind(self) -> PriorKind | None:
+        """Prior kind of a Bayesian variant."""
+        self._only_bayesian()
+        return super().prior_kind
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether attention itself is drawn in training and inside `sampling(model)`; dropout does not count."""
+        return super().is_stochastic if self.is_bayesian else self.variant in HARD + GAUSSIAN
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the variant has a KL term."""
+        if self.is_bayesian:
+            return super().has_kl
+        return self.variant in (*GAUSSIAN, "variational-enum", "variational-sample", "variational-dirichlet")
+
+    def _only_bayesian(self) -> None:
+        if not self.is_bayesian:
+            raise ValueError(
+                f"variant is {self.variant!r}, which this module cannot run: build it with bayesattn_recipes.baselines; "
+                f"allowed here: {', '.join(map(repr, VARIANTS))}"
+            )

@@ -1,0 +1,52 @@
+"""What every replacement of the softmax shares: scores in, weights out, the switches of a Bayesian module."""
+
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn.nn import BayesianModule
+from bayesattn.ops.common.precision import upcast
+from bayesattn_recipes.baselines.config import AttentionChoice
+from bayesattn_recipes.baselines.rows import DenseRows, Rows
+
+
+class RivalModule(BayesianModule):
+    """A Bayesian module by its switches (`sampling(model)`, `record_kl()`), with a rival's config and no prior network."""
+
+    config: AttentionChoice
+
+    def __init__(self, config: AttentionChoice, *allowed: str) -> None:
+        super().__init__()
+        if not isinstance(config, AttentionChoice) or config.variant not in allowed:
+            raise ValueError(f"config is {config!r}; allowed: an AttentionChoice of variant {', '.join(map(repr, allowed))}")
+        self.config = config
+        self.bayes_prior = None
+        self.bayes_rival = None
+        self.samples_in_eval = False
+        self.drops_in_eval = False
+        self.kl_name = type(self).__name__
+
+
+class RivalWeights(RivalModule):
+    """Called like `nn.BayesianWeights`: scores → weights. Subclasses write `draw`, for dense scores and edges alike."""
+
+    def log_prior(self, keys: Tensor, valid: Bool[Tensor, "..."] | None = None) -> None:
+        """Return None: no rival has a prior over the keys to prepare."""
+        return
+
+    def forward(
+        self,
+        scores: Float[Tensor, "*bh m n"],
+        keys: Any = None,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        prior: None = None,
+    ) -> Float[Tensor, "*bh m n"]:
+        """Return the weights of one draw, or their mean in eval mode; keys and prior are not used."""
+        weights, kl = self.draw(upcast(scores), DenseRows.of(scores, mask))
+        return self._record(weights.to(scores.dtype), kl)
+
+    def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], Float[Tensor, " b"] | None]:
+        """Return weights of float32 scores or better, and the KL of each example where there is one and someone records."""
+        raise NotImplementedError

@@ -1,0 +1,212 @@
+"""Att2in (Rennie et al., 2017): an LSTM that looks at the image before every word, the view entering its candidates only.
+
+    a_t   = attention(query = h_{t−1}, keys = image regions)
+    i,f,o = σ(W_x x_t + W_h h_{t−1} + b)
+    g     = max over two halves of (W_x x_t + W_h h_{t−1} + W_a a_t + b)          "maxout" in place of tanh
+    c_t   = f ⊙ c_{t−1} + i ⊙ g,    h_t = o ⊙ tanh(c_t)
+
+The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
+is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
+attention allows it, the noise of all steps is drawn before the first, KL and choices are found after the last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from bayesattn_recipes.baselines import StepAttention
+from bayesattn_recipes.captioning.cell import maxout_lstm
+from bayesattn_recipes.captioning.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Image:
+    """What all words of a caption share: embedded regions, which of them exist, and the attention's own preparation."""
+
+    keys: Float[Tensor, "b n d"]
+    mask: Bool[Tensor, "b n"]
+    prepared: tuple[Any, ...]
+
+    def select(self, rows: Int[Tensor, " c"]) -> "Image":
+        """Return the images of these rows, as often as they occur; no row number is checked on the host."""
+        prepared = tuple(None if part is None else part.index_select(0, rows) for part in self.prepared)
+        return Image(self.keys.index_select(0, rows), self.mask.index_select(0, rows), prepared)
+
+
+State = tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]
+
+
+class Att2in(nn.Module):
+    """Captions from image regions.
+
+    Args:
+        attention: Soft, Bayesian or a rival's, as `baselines.build_step_attention` makes it; its queries and keys have
+            `width` features.
+        vocabulary: The words; kept as a buffer, so that a checkpoint can speak.
+        feature_dim: Features of an image region.
+        width: Features of words, regions and states.
+        dropout: On words, regions and states.
+    """
+
+    vocabulary_bytes: Tensor
+
+    def __init__(
+        self,
+        attention: StepAttention,
+        vocabulary: Vocabulary,
+        *,
+        feature_dim: int,
+        width: int = 512,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.register_buffer("vocabulary_bytes", vocabulary.to_tensor())
+        self.word_embed = nn.Embedding(len(vocabulary), width)
+        self.region_embed = nn.Linear(feature_dim, width)
+        self.attention = attention
+        self.word_proj = nn.Linear(width, 5 * width)
+        self.hidden_proj = nn.Linear(width, 5 * width)
+        self.view_proj = nn.Linear(width, 2 * width)
+        self.head = nn.Linear(width, len(vocabulary))
+        self.dropout = nn.Dropout(dropout)
+        # as the authors' base code has it
+        nn.init.uniform_(self.word_embed.weight, -0.1, 0.1)
+        nn.init.uniform_(self.head.weight, -0.1, 0.1)
+        nn.init.zeros_(self.head.bias)
+
+    def look(self, regions: Float[Tensor, "b n f"], mask: Bool[Tensor, "b n"] | None = None) -> Image:
+        """Embed the regions and project them for the attention, once for all steps and captions."""
+        mask = regions.new_ones(regions.shape[:2], dtype=torch.bool) if mask is None else mask
+        keys = self.dropout(torch.relu(self.region_embed(regions)))
+        return Image(keys, mask, self.attention.prepare(keys, mask))
+
+    def start(self, keys: Float[Tensor, "c n d"]) -> State:
+        """Return the state before the first word: zeros, in float32 whatever the autocast."""
+        zeros = torch.zeros(len(keys), self.head.in_features, device=keys.device)
+        return zeros, zeros
+
+    def read(self, words: Int[Tensor, "c *t"]) -> Float[Tensor, "c *t five_d"]:
+        """Return the words' share of the gate sums, for all steps at once where they are known."""
+        return self.word_proj(self.dropout(torch.relu(self.word_embed(words))))
+
+    def step(
+        self,
+        read: Float[Tensor, "c five_d"],
+        state: State,
+        image: Image,
+        mask: Bool[Tensor, "c n"] | None = None,
+    ) -> tuple[State, Float[Tensor, "c n"]]:
+        """Read one word; return the new state and the attention weights.
+
+        Args:
+            read: `read(words)` of this step.
+            state: Before the word.
+            image: What to look at.
+            mask: Regions to look at, if not all that exist.
+        """
+        context, weights = self.attention(
+            state[0].unsqueeze(1), image.keys, mask=image.mask if mask is None else mask, prepared=image.prepared
+        )
+        return self._feel(read, state, context), weights.squeeze(1)
+
+    def planned_step(
+        self,
+        read: Float[Tensor, "c five_d"],
+        state: State,
+        keys: Float[Tensor, "c n d"],
+        projected: Float[Tensor, "c n a"],
+        bias: Float[Tensor, "c 1 n"],
+        noise: Float[Tensor, "c 1 d"] | None,
+    ) -> tuple[State, Float[Tensor, "c 1 n"], Float[Tensor, "c 1 n"]]:
+        """Read one word with the noise of `plan_bias` and `plan_context`; return new state, scores Φ and weights."""
+        scores = self.attention.scores(state[0].unsqueeze(1), projected)
+        weights = self.attention.planned_weights(scores, bias)
+        context = weights.to(keys.dtype) @ keys
+        if noise is not None and self.attention.context_noise is not None:
+            context = self.attention.context_noise.shift(context, noise)
+        return self._feel(read, state, context), scores, weights
+
+    def _feel(self, read: Float[Tensor, "c five_d"], state: State, context: Float[Tensor, "c 1 d"]) -> State:
+        hidden, cell = state
+        return maxout_lstm(read + self.hidden_proj(hidden), self.view_proj(context.squeeze(1)), cell)
+
+    def forward(
+        self,
+        regions: Float[Tensor, "b n f"],
+        words: Int[Tensor, "c t"],
+        *,
+        region_mask: Bool[Tensor, "b n"] | None = None,
+        image_rows: Int[Tensor, " c"] | None = None,
+        lengths: Int[Tensor, " c"] | None = None,
+        positions: Int[Tensor, " p"] | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """Return the logits of each next word, and with `need_weights` the attention weights behind them, `c t n`.
+
+        Args:
+            regions: Features of the images' regions.
+            words: What has been said before each step; the first is a boundary.
+            region_mask: True for regions that exist; all if None.
+            image_rows: Which image each caption is about; the first caption is about the first image if None.
+            lengths: Steps of each caption; steps after its end have no KL.
+            positions: Steps wanted, as places in the flattened `c t`; the result is then `p v`, else `c t v`.
+            need_weights: Whether to return weights.
+        """
+        image = self.look(regions, region_mask)
+        if image_rows is not None:
+            image = image.select(image_rows)
+        reads, num_steps = self.read(words), words.shape[1]
+        goes_on = None if lengths is None else lengths[:, None] > torch.arange(num_steps, device=words.device)
+        unroll = self._unroll_planned if self.attention.draws_ahead else self._unroll
+        hidden, weights = unroll(reads, image, goes_on)
+        if positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, positions)
+        logits = self.head(self.dropout(hidden))
+        return (logits, weights) if need_weights else logits
+
+    def _unroll(
+        self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
+    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
+        """Return the states and weights of all steps; the attention draws and records at each."""
+        masks: Sequence[Tensor | None] = [None] * reads.shape[1]
+        if goes_on is not None:
+            masks = [image.mask & step for step in goes_on.unsqueeze(2).unbind(1)]
+        state, states, weights = self.start(image.keys), [], []
+        # unbound, not indexed: the gradient of an index is a whole array of zeros at every step
+        for read, mask in zip(reads.unbind(1), masks, strict=True):
+            state, seen = self.step(read, state, image, mask)
+            states.append(state[0])
+            weights.append(seen)
+        return torch.stack(states, dim=1), torch.stack(weights, dim=1)
+
+    def _unroll_planned(
+        self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
+    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
+        """Return the same with all noise drawn first and KL and choices recorded last, of steps up to a caption's end."""
+        attention, (projected, prior) = self.attention, image.prepared
+        bias = attention.plan_bias(image.mask, reads.shape[1])
+        noise = attention.plan_context(image.keys, reads.shape[1])
+        biases = bias.expand(-1, reads.shape[1], -1).split(1, dim=1)
+        noises = [None] * len(biases) if noise is None else noise.split(1, dim=1)
+        state, states, scores, weights = self.start(image.keys), [], [], []
+        for read, add, shift in zip(reads.unbind(1), biases, noises, strict=True):
+            state, found, seen = self.planned_step(read, state, image.keys, projected, add, shift)
+            states.append(state[0])
+            scores.append(found)
+            weights.append(seen)
+        steps = reads.new_ones(reads.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        hidden = attention.record_steps(
+            torch.stack(states, dim=1),
+            torch.cat(scores, dim=1),
+            image.keys,
+            mask=image.mask,
+            steps=steps,
+            prior=prior,
+            bias=bias,
+        )
+        return hidden, torch.cat(weights, dim=1)

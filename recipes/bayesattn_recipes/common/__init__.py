@@ -1,0 +1,1 @@
+"""What every recipe shares: configs, the training loop, checkpoints, tables."""

@@ -1,0 +1,153 @@
+"""What a recipe gives to the training loop, and how long and how fast the loop trains."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from bayesattn.objective import KLSchedule
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long and how fast a recipe trains; the key `training` of its configs.
+
+    Args:
+        epochs: Passes over the training examples, at most.
+        batch_size: Examples per optimiser step, over all processes and micro-batches.
+        accumulation_steps: Micro-batches per optimiser step.
+        clip_norm: Largest norm of the gradient; None does not clip.
+        precision: `fp32`, or `bf16` autocast (noise, softmax and KL stay in float32).
+        kl_schedule: λ_t by optimiser step.
+        keep: `last`, or the metric of `Experiment.validate` whose best epoch gives the run its parameters.
+        keep_mode: Whether the best value of `keep` is the smallest or the largest.
+        patience: Epochs without a better value of `keep` after which training stops; None never stops early.
+        noise: `generator` draws attention noise from torch's generator, for each process from its own. `keyed` makes it a
+            function of (seed, step, example, call): the same whatever the number of processes.
+        on_nonfinite: What to do when the loss or a gradient is not finite: `stop` with the place named and the state before
+            the step saved, or `skip` the step and count it. Looking costs one wait for the device a step.
+        checkpoint_steps: Optimiser steps between two checkpoints; None does not count steps.
+        checkpoint_seconds: Seconds between two checkpoints; None does not look at the time.
+    """
+
+    epochs: int = 10
+    batch_size: int = 32
+    accumulation_steps: int = 1
+    clip_norm: float | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    kl_schedule: KLSchedule = field(default_factory=KLSchedule)
+    keep: str = "last"
+    keep_mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+    noise: Literal["generator", "keyed"] = "generator"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    checkpoint_steps: int | None = None
+    checkpoint_seconds: float | None = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulation_steps", "checkpoint_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
+        if self.clip_norm is not None and not (0.0 < self.clip_norm < math.inf):
+            raise ValueError(f"clip_norm is {self.clip_norm!r}; allowed: a finite number above 0, or null")
+        if self.checkpoint_seconds is not None and not (0.0 <= self.checkpoint_seconds < math.inf):
+            raise ValueError(
+                f"checkpoint_seconds is {self.checkpoint_seconds!r}; allowed: a finite number of at least 0, or null"
+            )
+        if self.patience is not None and (self.patience < 1 or self.keep == "last"):
+            raise ValueError(f"patience is {self.patience!r}; allowed: at least 1, with `keep` naming a metric, or null")
+
+
+class Experiment:
+    """What a recipe gives to the loop. Subclasses set the attributes and write the methods that raise here.
+
+    Attributes:
+        model: With its parameters, on the CPU; the loop moves it.
+        optimizer: Over the model's parameters.
+        scheduler: Stepped once per optimiser step; optional.
+        num_examples: Size of the training set.
+        max_steps: Optimiser steps of the whole run, in place of the config's epochs; None counts epochs.
+        is_recordable: Whether `nll` is work for the device alone, nothing in it waits for a result or depends on a number
+            of the batch: on a GPU the loop then records it, once for every shape of batch (`replay.py`).
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    num_examples: int
+    max_steps: int | None = None
+    is_recordable: bool = False
+
+    def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
+        """Return the indices of each optimiser step of one epoch; shuffled, unless a recipe has a reason.
+
+        Random choices come from `generator` alone: a resumed run asks again for the epoch it was in.
+        """
+        return torch.randperm(self.num_examples, generator=generator).split(config.batch_size)
+
+    def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Any]:
+        """Return the batch of these examples, its tensors on the CPU; the loop moves them."""
+        raise NotImplementedError
+
+    def pad(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch of the same likelihood in one of few shapes: asked for where steps are recorded for every shape."""
+        return batch
+
+    def num_labels(self, batch: dict[str, Any]) -> int:
+        """Return how many labels (answers, tokens, nodes) share the likelihood of a batch; by default one an example.
+
+        The batch is the one that `collate` returned, still on the CPU.
+        """
+        return len(next(iter(batch.values())))
+
+    def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
+        """Return the negative log-likelihood of a batch, summed over its labels. Call `model`, not `self.model`."""
+        raise NotImplementedError
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Return measures after an epoch, on validation data; the model is in eval mode, gradients are off."""
+        return {}
+
+    def is_better(self, row: dict[str, Any], best: dict[str, Any] | None, config: TrainingConfig) -> bool:
+        """Whether the parameters after this epoch replace the best so far."""
+        if best is None or config.keep == "last":
+            return True
+        if config.keep_mode == "min":
+            return row[config.keep] < best[config.keep]
+        return row[config.keep] > best[config.keep]
+
+    def is_done(self, rows: list[dict[str, Any]], config: TrainingConfig) -> bool:
+        """Whether to stop before the last epoch; `rows` are the log so far, each with `is_best`."""
+        if config.patience is None:
+            return False
+        last_best = max(index for index, row in enumerate(rows) if row["is_best"])
+        return len(rows) - 1 - last_best >= config.patience
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return a copy of what changes in the experiment itself while it trains; asked for before every step.
+
+        Plain values and tensors, for checkpoints.
+        """
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take back what `extra_state` returned."""
+
+    def write_files(self, folder: Path) -> None:
+        """Write what a run needs beside its parameters, a vocabulary for instance; before the run counts as complete."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what else `run.json` is to say, as JSON values."""
+        return {}
+
+
+def num_steps(experiment: Experiment, config: TrainingConfig) -> int:
+    """Return the optimiser steps of the whole run, for learning-rate schedules and progress bars."""
+    if experiment.max_steps is not None:
+        return experiment.max_steps
+    return config.epochs * len(experiment.batches(config, torch.Generator().manual_seed(0)))

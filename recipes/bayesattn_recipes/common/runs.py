@@ -1,0 +1,256 @@
+"""From a config to a run folder and back, the same for every recipe."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from bayesattn.cli.progress import is_first_process
+from bayesattn.config import AttentionConfig
+from bayesattn.evaluation.runs import (
+    CHECKPOINT_FILE,
+    JSON_LIMIT,
+    LOG_FILE,
+    RUN_FILE,
+    RunError,
+    check_run_folder,
+    hold_run_folder,
+    make_run_folder,
+    read_run,
+    read_tensors,
+    read_text,
+    write_log,
+    write_run,
+    write_tensors,
+)
+from bayesattn_recipes.common.checkpoints import Checkpoints, check_identity, leaves
+from bayesattn_recipes.common.config import MetricLog, build_config, seed_everything
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn_recipes.common.state import whole
+from bayesattn_recipes.common.tensorboard import TensorBoardLog
+
+
+@runtime_checkable
+class RunConfig(Protocol):
+    """What the config of every recipe has; recipes add their own fields. Always a frozen dataclass."""
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """Soft or Bayesian attention."""
+        ...
+
+    @property
+    def training(self) -> TrainingConfig:
+        """How long and how fast."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of initialisation, batch order, dropout and noise."""
+        ...
+
+
+Config = TypeVar("Config")
+# of torch's errors about memory that the CPU does not have, or cannot have
+_TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")
+
+
+def train_run(
+    recipe: str,
+    config: RunConfig,
+    build: Callable[[], Experiment],
+    out: Path,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    tensorboard: bool = False,
+) -> MetricLog:
+    """Train and write a run folder: parameters, log, and last of all `run.json`, whose presence means "complete".
+
+    Args:
+        recipe: Its name.
+        config: The run.
+        build: Makes the experiment, after everything has been seeded; what it raises leaves no folder behind.
+        out: The folder.
+        on_progress: Called with the optimiser steps done and to do.
+        overwrite: Replace a run that is in the folder.
+        resume: Go on with the unfinished run in the folder: the result is what it would have been without interruption.
+            Without a checkpoint in the folder the run begins; a complete one is left as it is.
+        tensorboard: Also write the log as TensorBoard events.
+    """
+    if resume and overwrite:
+        raise ValueError("resume and overwrite are both True; allowed: one of them")
+    identity: dict[str, Any] = {"recipe": recipe, "config": dataclasses.asdict(config)}  # type: ignore[call-overload]
+    if resume and (out / RUN_FILE).exists():
+        return _read_complete(out, identity)
+    if not resume:
+        check_run_folder(out, overwrite=overwrite)
+    events = TensorBoardLog(out) if tensorboard else None
+    seed_everything(config.seed)
+    experiment = _build(build, identity)
+    size = {"num_examples": experiment.num_examples, "num_steps": num_steps(experiment, config.training)}
+    # not PartialState, which on a CPU does not look for the other processes, and keeps Accelerator from doing so
+    processes = Accelerator(mixed_precision="no")
+    with hold_run_folder(out) if processes.is_main_process else nullcontext():
+        if processes.is_main_process and not resume:
+            make_run_folder(out, overwrite=overwrite)
+        processes.wait_for_everyone()
+        if resume and (out / RUN_FILE).exists():
+            # another process finished it while this one read its data
+            return _read_complete(out, identity)
+        checkpoints = Checkpoints(out, identity | size)
+        on_row = events.add if events is not None and processes.is_main_process else lambda row: None
+        log = train(
+            experiment, config.training, seed=config.seed, on_progress=on_progress, on_row=on_row, checkpoints=checkpoints
+        )
+        parameters = {name: whole(value) for name, value in experiment.model.state_dict().items()}
+        if processes.is_main_process:
+            write_tensors(out / CHECKPOINT_FILE, parameters)
+            write_log(out, log.rows)
+            experiment.write_files(out)
+            write_record(out, recipe, config, experiment.model, log, **experiment.facts())
+            checkpoints.clear()
+        if events is not None:
+            events.close()
+        processes.wait_for_everyone()
+        return log
+
+
+def _build(build: Callable[[], Experiment], identity: dict[str, Any]) -> Experiment:
+    """Make the experiment; a config that asks for more memory than there is is an error of its own."""
+    try:
+        return build()
+    except RuntimeError as error:
+        # torch has a class of its own for a GPU only
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _TOO_LARGE):
+            raise
+        sizes = {name: value for name, value in leaves(identity) if type(value) is int and not name.endswith("seed")}
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"the model of this config does not fit into memory; its largest number is {largest.removeprefix('config.')} = "
+            f"{sizes[largest]}; allowed: less"
+        ) from None
+
+
+def _read_complete(out: Path, identity: dict[str, Any]) -> MetricLog:
+    """Return the log of a complete run that is to be resumed, if it is the same run."""
+    found = read_run(out)
+    check_identity(out, {name: found[name] for name in identity}, identity)
+    log = read_log(out)
+    if is_first_process():
+        # the process may have died between the run's last file and this
+        Checkpoints(out, identity).clear()
+    return log
+
+
+def write_record(out: Path, recipe: str, config: RunConfig, model: nn.Module, log: MetricLog, **facts: Any) -> None:
+    """Write `run.json` of a trained model; `facts` are what else it is to say."""
+    write_run(
+        out,
+        recipe=recipe,
+        variant=config.attention.variant,
+        config=dataclasses.asdict(config),  # type: ignore[call-overload]
+        seed=config.seed,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        train_seconds=round(log.seconds, 3),
+        **facts,
+    )
+
+
+@runtime_checkable
+class TrainRun(Protocol):
+    """How the command line and tables over seeds start a run of any recipe."""
+
+    def __call__(
+        self,
+        config: Any,
+        out: Path,
+        on_progress: Callable[[int, int], Any] = lambda done, total: None,
+        *,
+        data: Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        tensorboard: bool = False,
+    ) -> MetricLog:
+        """Train and write a run folder; `data` is the folder of the data sets, the rest as in `train_run`."""
+        ...
+
+
+def make_train_run(recipe: str, build: Callable[[Any, Path | None], Experiment]) -> TrainRun:
+    """Return the `train_run` of a recipe, with every option that a run has.
+
+    Args:
+        recipe: Its name.
+        build: Makes the experiment from a config and the folder of the data sets.
+    """
+
+    def run(
+        config: RunConfig,
+        out: Path,
+        on_progress: Callable[[int, int], Any] = lambda done, total: None,
+        *,
+        data: Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        tensorboard: bool = False,
+    ) -> MetricLog:
+        flags = {"overwrite": overwrite, "resume": resume, "tensorboard": tensorboard}
+        return train_run(recipe, config, lambda: build(config, data), out, on_progress, **flags)
+
+    return run
+
+
+def load_run_config(folder: Path, cls: type[Config], recipe: str) -> Config:
+    """Read the config of a run of `recipe`."""
+    run = read_run(folder)
+    if run["recipe"] != recipe:
+        raise RunError(f"{folder} is a run of recipe {run['recipe']!r}; allowed here: {recipe!r}")
+    return build_config(cls, run["config"])
+
+
+def load_parameters(folder: Path, model: nn.Module) -> None:
+    """Load the parameters of a run into the model that its config describes, and put it into eval mode."""
+    tensors, _ = read_tensors(folder / CHECKPOINT_FILE)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / CHECKPOINT_FILE} does not fit the config of its run: {reason}") from None
+    model.eval()
+
+
+def read_log(folder: Path) -> MetricLog:
+    """Read the log of a run."""
+    log = MetricLog()
+    text = read_text(folder / LOG_FILE, JSON_LIMIT)
+    try:
+        log.rows = [json.loads(line) for line in text.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{folder / LOG_FILE} cannot be read as JSON lines: {error}") from None
+    if not log.rows or not all(isinstance(row, dict) for row in log.rows):
+        raise RunError(f"{folder / LOG_FILE} is no log: allowed are lines with a JSON object each, at least one")
+    return log
+
+
+def choose_methods(given: Sequence[str] | None, allowed: Sequence[str], num_samples: int, variant: str) -> list[str]:
+    """Return how the predictions of a run are to be drawn; None takes the first two ways.
+
+    Args:
+        given: What was asked for.
+        allowed: What the model can do, the usual ways first.
+        num_samples: Draws, at least 2.
+        variant: What the methods are of, for the message.
+    """
+    for method in given or ():
+        if method not in allowed:
+            raise ValueError(f"method is {method!r}; allowed for {variant}: {', '.join(allowed)}")
+    if num_samples < 2:
+        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    return list(allowed[:2]) if given is None else list(dict.fromkeys(given))

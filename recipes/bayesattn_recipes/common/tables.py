@@ -1,0 +1,145 @@
+"""Tables of experiments: mean ± 95 % interval over seeds, paired differences to a baseline, the paper's number beside ours.
+
+A cell of an experiment is one finished run: what identifies it (data set, variant, seed) and its measures. Cells are kept as
+one JSON file each, so an interrupted experiment goes on where it stopped.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from scipy import stats
+
+from bayesattn.evaluation.aggregate import Summary, over_runs
+from bayesattn.evaluation.runs import RunError, write_json
+from bayesattn.evaluation.runs import write_csv as write_csv
+from bayesattn_recipes.common.config import comparable
+
+Name = TypeVar("Name", bound=str)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Difference to a baseline over runs that share their seed.
+
+    Attributes:
+        difference: Mean of ours minus baseline, with its interval.
+        p_value: Two-sided paired t-test; 1 where all differences are 0, None for fewer than two pairs.
+    """
+
+    difference: Summary
+    p_value: float | None
+
+
+def paired(ours: dict[int, float], baseline: dict[int, float]) -> Paired:
+    """Compare two variants seed by seed.
+
+    Args:
+        ours: Measure by seed.
+        baseline: The same of the baseline; needs every seed of `ours`.
+    """
+    missing = sorted(ours.keys() - baseline.keys())
+    if missing:
+        raise ValueError(f"baseline lacks seeds {missing}; allowed: every seed of ours")
+    differences = [ours[seed] - baseline[seed] for seed in sorted(ours)]
+    if len(differences) < 2:
+        return Paired(over_runs(differences), None)
+    if len(set(differences)) == 1:
+        # no spread to test against: equal everywhere, or by the same amount everywhere
+        return Paired(over_runs(differences), 1.0 if differences[0] == 0.0 else 0.0)
+    p_value = float(stats.ttest_1samp(differences, 0.0)[1])  # type: ignore[arg-type]
+    return Paired(over_runs(differences), p_value)
+
+
+def show(summary: Summary, scale: float = 1.0, digits: int = 2) -> str:
+    """Return `83.22 ± 0.31`, or the value alone where there is no interval."""
+    text = f"{summary.value * scale:.{digits}f}"
+    if summary.low is None or summary.high is None:
+        return text
+    return f"{text} ± {(summary.high - summary.low) / 2 * scale:.{digits}f}"
+
+
+def show_p(p_value: float | None) -> str:
+    """Return a p-value with two digits, `< 0.0001` below that, and a dash where there is none."""
+    if p_value is None:
+        return "–"
+    return "< 0.0001" if p_value < 1e-4 else f"{p_value:.2g}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; the first column is left-aligned, the others right."""
+    lines = [list(header), ["---", *["--:"] * (len(header) - 1)], *map(list, rows)]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def choose(
+    what: str, given: Sequence[str] | None, allowed: Sequence[Name], default: Sequence[Name] | None = None
+) -> list[Name]:
+    """Return the names that were asked for, in the order of `allowed`; None takes the default, or all.
+
+    A variant may be called by either of its names: `wc` or `BAM-WC`.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    if given is None:
+        return list(allowed if default is None else default)
+    known = {_plain(name): name for name in allowed}
+    for name in given:
+        if _plain(name) not in known:
+            raise ValueError(f"{what} has {name!r}; allowed: {', '.join(allowed)}")
+    wanted = {known[_plain(name)] for name in given}
+    return [name for name in allowed if name in wanted]
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().removeprefix("bam-")
+
+
+def print_tables(console: Console, text: str) -> None:
+    """Print Markdown for a reader: the cells of every table in columns, and no line broken."""
+    lines: list[str] = []
+    for is_table, group in groupby(text.splitlines(), key=lambda line: line.startswith("|")):
+        part = list(group)
+        lines += _aligned(part) if is_table else part
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _aligned(lines: list[str]) -> list[str]:
+    # a bar inside of a cell is written with a backslash
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    header, _, *body = [[cell.strip().replace("\\|", "|") for cell in row] for row in cells]
+    widths = [max(map(len, column)) for column in zip(header, *body)]
+    rule = ["─" * width for width in widths]
+    sides = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths)) for row in (header, rule, *body)]
+
+
+def write_cell(path: Path, identity: dict[str, Any], measures: dict[str, Any]) -> None:
+    """Write one finished run of an experiment; the file appears whole or not at all."""
+    write_json(path, {"identity": identity, "measures": measures})
+
+
+def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the measures of a finished run, or None if it has not been run.
+
+    Raises:
+        RunError: The file is broken, or of a run with other settings: mixing the two would make a table of neither.
+    """
+    if not path.exists():
+        return None
+    try:
+        cell = json.loads(path.read_text(encoding="utf-8"))
+        found, measures = cell["identity"], cell["measures"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is not a finished run of an experiment: {error}; remove it to run it again") from None
+    found, expected = comparable(found), comparable(json.loads(json.dumps(identity)))
+    if found != expected:
+        changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        raise RunError(f"{path} was run with other settings ({', '.join(changed)}); choose another folder or remove it")
+    return measures

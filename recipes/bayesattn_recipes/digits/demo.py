@@ -1,0 +1,128 @@
+"""The demo: soft and Bayesian attention on the same data with the same budget, several seeds each, side by side."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bayesattn.cli.progress import progress
+from bayesattn.evaluation.aggregate import Summary, over_runs
+from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.report.names import method_name
+from bayesattn.evaluation.runs import REPORT_FILE, write_json, write_predictions
+from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.digits.data import OUT_OF_DISTRIBUTION, SHIFTS, evaluation_splits
+from bayesattn_recipes.digits.evaluate import available_methods, predict_run
+from bayesattn_recipes.digits.train import load_config, train_run
+
+CONFIG_NAMES = ("soft", "wc")
+NOISE = (0.5, 1.0)
+SHIFTED = (*(f"noise-{strength:g}" for strength in NOISE), *SHIFTS)
+# title, prefix of the summary's keys, and (heading, metric) of every column
+TABLES = (
+    (
+        "Clean test images",
+        "test ",
+        (("accuracy ↑", "accuracy"), ("NLL ↓", "nll"), ("ECE ↓", "ece"), ("PAvPU ↑", "pavpu_05")),
+    ),
+    (
+        f"Shifted test images, mean over {', '.join(SHIFTED)}",
+        "shifted ",
+        (("accuracy ↑", "accuracy"), ("NLL ↓", "nll"), ("ECE ↓", "ece"), ("PAvPU ↑", "pavpu_05")),
+    ),
+    (
+        "Scrambled images against clean ones, told apart by the uncertainty",
+        "ood ",
+        (("AUROC entropy ↑", "ood_auroc_entropy"), ("AUROC mutual inf. ↑", "ood_auroc_mutual_information")),
+    ),
+)
+
+
+def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: int | None = None, console: Console) -> Path:
+    """Train, evaluate, print the comparison and write the report; returns the path of the page.
+
+    Args:
+        out: Folder for the run folders, the figures and the report; runs of an earlier demo in it are replaced.
+        num_seeds: Runs per variant.
+        num_samples: Draws per prediction.
+        epochs: Overrides the configs' number of epochs, for a quick look.
+        console: Where to print.
+    """
+    if num_seeds < 1:
+        raise ValueError(f"num_seeds is {num_seeds!r}; allowed: an integer of at least 1")
+    start = time.perf_counter()
+    settings = [] if epochs is None else [f"training.epochs={epochs}"]
+    configs = [(name, load_config(name, [*settings, f"seed={seed}"])) for name in CONFIG_NAMES for seed in range(num_seeds)]
+    folders, measured = [], []
+    with progress(console) as display, one_thread():
+        training = display.add_task("training", total=len(configs))
+        work = [len(available_methods(config)) * len(evaluation_splits(config.train_size, NOISE)) for _, config in configs]
+        predicting = display.add_task("predicting", total=sum(work))
+        for name, config in configs:
+            folder = out / f"{name}-{config.seed}"
+            done = display.tasks[training].completed
+            train_run(
+                config,
+                folder,
+                lambda step, steps, done=done: display.update(training, completed=done + step / steps),
+                overwrite=True,
+            )
+            predictions = predict_run(
+                folder,
+                num_samples=num_samples,
+                noise=NOISE,
+                methods=available_methods(config),
+                on_progress=lambda done, total: display.advance(predicting),
+            )
+            write_predictions(folder, predictions)
+            folders.append(folder)
+            measured.append(measure_run(folder, num_resamples=0))
+    summaries = summarise(measured)
+    print_tables(summaries, num_seeds, num_samples, console)
+    plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
+    write_json(out / "summary.json", plain)
+    with console.status("drawing figures and report"):
+        page = write_report(folders, out / REPORT_FILE, figures=out / "figures")
+    took = time.perf_counter() - start
+    console.print(f"figures: {out / 'figures'}\nreport:  {page}\ntook {took:.0f} s", soft_wrap=True, highlight=False)
+    return page
+
+
+def summarise(measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, Summary]]:
+    """Return, per variant and method, every number of the tables over the runs.
+
+    `shifted …` is the mean over the shifted test sets, taken inside each run before the mean over runs.
+    """
+    places = {"test ": ["test"], "shifted ": list(SHIFTED), "ood ": [OUT_OF_DISTRIBUTION]}
+    rows: dict[str, dict[str, list[float]]] = {}
+    for run in measured:
+        for method, result in run["methods"].items():
+            row = rows.setdefault(f"{run['variant']}, {method_name(method)}", {})
+            for _, prefix, columns in TABLES:
+                for _, metric in columns:
+                    found = [result["splits"][split]["metrics"].get(metric) for split in places[prefix]]
+                    if None not in found:
+                        row.setdefault(prefix + metric, []).append(sum(value["value"] for value in found) / len(found))
+    return {name: {key: over_runs(values) for key, values in row.items()} for name, row in rows.items()}
+
+
+def print_tables(summaries: dict[str, dict[str, Summary]], num_seeds: int, num_samples: int, console: Console) -> None:
+    """Print the comparison: clean, shifted and out-of-distribution images."""
+    for title, prefix, columns in TABLES:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("attention, prediction", no_wrap=True)
+        for heading, _ in columns:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name, row in summaries.items():
+            table.add_row(name, *(str(row[prefix + key]) if prefix + key in row else "–" for _, key in columns))
+        console.print(title, style="bold", highlight=False)
+        console.print(table)
+    seeds = "1 seed" if num_seeds == 1 else f"{num_seeds} seeds ± half a 95 % t-interval"
+    console.print(
+        f"Mean over {seeds}, {num_samples} draws. PAvPU: paired t-test on probabilities, threshold 0.05.", highlight=False
+    )

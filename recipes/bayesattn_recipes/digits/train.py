@@ -1,0 +1,144 @@
+"""Train a digit classifier with soft or Bayesian attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.baselines import AttentionChoice, with_score_function
+from bayesattn_recipes.common import runs
+from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, seed_everything
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn_recipes.digits.data import CLASS_NAMES, load_splits
+from bayesattn_recipes.digits.model import DigitClassifier
+
+RECIPE = "digits"
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class DigitsConfig:
+    """Everything that decides a run; with the same values it repeats exactly on the same machine.
+
+    Args:
+        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
+        training: Epochs, batch size, KL schedule.
+        seed: Initialisation, batch order, dropout and attention noise.
+        train_size: Training images.
+        width: Features of a token.
+        num_heads: Attention heads.
+        num_layers: Encoder layers.
+        dropout: Dropout of the encoder layers.
+        learning_rate: Peak of a one-cycle schedule.
+        weight_decay: AdamW's.
+    """
+
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=100, batch_size=50))
+    seed: int = 0
+    train_size: int = 200
+    width: int = 32
+    num_heads: int = 4
+    num_layers: int = 1
+    dropout: float = 0.1
+    learning_rate: float = 5e-3
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        self.attention.check_layers()
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers!r}; allowed: an integer of at least 1")
+        if not (0.0 < self.learning_rate < float("inf")):
+            raise ValueError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number above 0")
+
+
+def load_config(name: str, settings: Sequence[str] = ()) -> DigitsConfig:
+    """Read a config by its name (`wc`) or path, with `name=value` settings on top."""
+    return build_config(DigitsConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+
+
+def build_model(config: DigitsConfig) -> DigitClassifier:
+    """Build the classifier a config describes, with fresh parameters."""
+    return DigitClassifier(
+        config.attention,
+        width=config.width,
+        num_heads=config.num_heads,
+        num_layers=config.num_layers,
+        dropout=config.dropout,
+        num_classes=len(CLASS_NAMES),
+    )
+
+
+class DigitsExperiment(Experiment):
+    """The digits, a fresh model and AdamW with a one-cycle schedule."""
+
+    model: DigitClassifier
+
+    def __init__(self, config: DigitsConfig) -> None:
+        splits = load_splits(config.train_size)
+        self.train, self.validation = splits["train"], splits["validation"]
+        self.num_examples = config.train_size
+        self.model = build_model(config)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+        total = num_steps(self, config.training)
+        # torch divides by the length of the rise: a tenth of ten steps ends where it begins
+        rise = 0.2 if total == 10 else 0.1
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, config.learning_rate, total_steps=total, pct_start=rise
+        )
+
+    def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Tensor]:
+        """Return images and labels."""
+        assert self.train.labels is not None
+        return {"images": self.train.images[indices], "labels": self.train.labels[indices]}
+
+    def nll(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+        """Return the summed cross-entropy."""
+
+        def run() -> Float[Tensor, " b"]:
+            return F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")
+
+        return with_score_function(model, run).sum()
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Return NLL and accuracy of the posterior mean on the validation images."""
+        assert self.validation.labels is not None
+        device = next(model.parameters()).device
+        logits, labels = model(self.validation.images.to(device)), self.validation.labels.to(device)
+        accuracy = (logits.argmax(dim=-1) == labels).float().mean()
+        return {"validation_nll": float(F.cross_entropy(logits, labels)), "validation_accuracy": float(accuracy)}
+
+
+@one_thread()
+def fit(
+    config: DigitsConfig, on_progress: Callable[[int, int], Any] = lambda done, total: None
+) -> tuple[DigitClassifier, MetricLog]:
+    """Train a model and return it with its log, without a run folder."""
+    seed_everything(config.seed)
+    experiment = DigitsExperiment(config)
+    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
+    return experiment.model, log
+
+
+def build_experiment(config: DigitsConfig, data: Path | None = None) -> DigitsExperiment:
+    """Return the experiment of a config; the images come with scikit-learn, not from the folder of the data sets."""
+    return DigitsExperiment(config)
+
+
+train_run = one_thread()(runs.make_train_run(RECIPE, build_experiment))
+
+
+def load_run(folder: Path) -> tuple[DigitsConfig, DigitClassifier]:
+    """Read a run folder back: its config and the trained model, in eval mode."""
+    config = runs.load_run_config(folder, DigitsConfig, RECIPE)
+    model = build_model(config)
+    runs.load_parameters(folder, model)
+    return config, model

@@ -1,0 +1,89 @@
+"""The demo's first part: soft and Bayesian graph attention on a generated graph, several seeds each, side by side."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bayesattn.cli.progress import progress
+from bayesattn.evaluation.aggregate import Summary, over_runs
+from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.report.names import method_name
+from bayesattn.evaluation.runs import REPORT_FILE, write_json, write_predictions
+from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.graph.evaluate import available_methods, predict_run
+from bayesattn_recipes.graph.many import train_many, write_runs
+from bayesattn_recipes.graph.train import load_config, load_config_graph
+
+CONFIG_NAMES = ("generated-soft", "generated-wc")
+COLUMNS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "pavpu_05": "PAvPU ↑", "aurc": "AURC ↓"}
+
+
+def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: int | None = None, console: Console) -> Path:
+    """Train, evaluate, print the comparison and write the report; returns the path of the page.
+
+    Args:
+        out: Folder for the run folders, the figures and the report; runs of an earlier demo in it are replaced.
+        num_seeds: Runs per variant, all trained at once.
+        num_samples: Draws per prediction.
+        epochs: Overrides the configs' number of epochs, for a quick look.
+        console: Where to print.
+    """
+    if num_seeds < 1:
+        raise ValueError(f"num_seeds is {num_seeds!r}; allowed: an integer of at least 1")
+    start = time.perf_counter()
+    settings = [] if epochs is None else [f"training.epochs={epochs}"]
+    rows: dict[str, dict[str, list[float]]] = {}
+    folders, nodes, labelled = [], 0, 0
+    with progress(console) as display, one_thread():
+        for name in CONFIG_NAMES:
+            config = load_config(name, settings)
+            graph = load_config_graph(config, None)
+            nodes, labelled = graph.num_nodes, len(graph.splits["train"])
+            task = display.add_task(f"training {config.attention.variant}", total=config.training.epochs)
+            runs = train_many(
+                config,
+                graph,
+                range(num_seeds),
+                on_progress=lambda done, total, task=task: display.update(task, completed=done),
+            )
+            own = [out / f"{name}-{seed}" for seed in range(num_seeds)]
+            write_runs(runs, config, own, overwrite=True)
+            task = display.add_task(f"predicting {config.attention.variant}", total=num_seeds)
+            for folder in own:
+                methods = available_methods(config)[:2]
+                write_predictions(folder, predict_run(folder, num_samples=num_samples, noise=(), methods=methods))
+                for method, result in measure_run(folder, num_resamples=0)["methods"].items():
+                    row = rows.setdefault(f"{config.attention.variant}, {method_name(method)}", {})
+                    for key in COLUMNS:
+                        if key in result["splits"]["test"]["metrics"]:
+                            row.setdefault(key, []).append(result["splits"]["test"]["metrics"][key]["value"])
+                display.advance(task)
+            folders += own
+    summaries = {name: {key: over_runs(values) for key, values in row.items()} for name, row in rows.items()}
+    print_table(summaries, nodes, labelled, num_seeds, num_samples, console)
+    plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
+    write_json(out / "summary.json", plain)
+    with console.status("drawing figures and report"):
+        page = write_report(folders, out / REPORT_FILE, figures=out / "figures")
+    console.print(f"report:  {page}\ntook {time.perf_counter() - start:.0f} s\n", soft_wrap=True, highlight=False)
+    return page
+
+
+def print_table(
+    summaries: dict[str, dict[str, Summary]], nodes: int, labelled: int, num_seeds: int, num_samples: int, console: Console
+) -> None:
+    """Print the comparison on the test nodes."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("attention", no_wrap=True)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in summaries.items():
+        table.add_row(name, *(str(row[key]) if key in row else "–" for key in COLUMNS))
+    console.print(f"A generated graph: {nodes} nodes, {labelled} with a label", style="bold", highlight=False)
+    console.print(table)
+    seeds = "1 seed" if num_seeds == 1 else f"{num_seeds} seeds ± half a 95 % t-interval"
+    console.print(f"Mean over {seeds}, {num_samples} draws; test nodes.", highlight=False)

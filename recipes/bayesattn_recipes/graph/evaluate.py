@@ -1,0 +1,146 @@
+"""Draw predictions from trained graph attention networks, one or many side by side, and measure them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bayesattn import metrics
+from bayesattn.evaluation.measure import mean_logits
+from bayesattn.evaluation.runs import EdgeWeights, Predictions, SplitPredictions
+from bayesattn.evaluation.threads import one_thread
+from bayesattn.prediction import sampling
+from bayesattn_recipes.common.runs import choose_methods
+from bayesattn_recipes.graph.corrupt import add_feature_noise
+from bayesattn_recipes.graph.data import Graph
+from bayesattn_recipes.graph.inputs import GraphInputs
+from bayesattn_recipes.graph.model import GraphAttentionNetwork
+from bayesattn_recipes.graph.sampling import neighbourhood_inputs
+from bayesattn_recipes.graph.train import GraphConfig, load_run
+
+LEFT_OUT = "left-out"
+
+
+@one_thread()
+def predict_run(
+    folder: Path,
+    *,
+    num_samples: int = 20,
+    noise: tuple[float, ...] = (0.5, 1.0),
+    methods: Sequence[str] | None = None,
+    seed: int = 0,
+    data: Path | None = None,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> Predictions:
+    """Predict the validation and test nodes of a run with every method.
+
+    Args:
+        folder: The run.
+        num_samples: M, at least 2.
+        noise: Strengths of the feature noise under which the test nodes are predicted again.
+        methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian network, alone or with its dropout
+            masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
+        seed: Of the draws.
+        data: Folder of the data sets; None takes that of the environment variable BAYESATTN_DATA.
+        on_progress: Called with the number of splits and methods done and to do, for a progress bar.
+    """
+    config, model, graph = load_run(folder, data)
+    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
+    clean = GraphInputs.of(graph)
+    places = {name: (clean, graph.splits[name]) for name in ("validation", "test")}
+    for strength in noise:
+        if strength:
+            noisy = GraphInputs.of(add_feature_noise(graph, strength))
+            places[f"noise-{strength:g}"] = (noisy, graph.splits["test"])
+    if LEFT_OUT in graph.splits:
+        places[LEFT_OUT] = (clean, graph.splits[LEFT_OUT])
+    splits, done = {}, 0
+    for name, (whole, nodes) in places.items():
+        inputs, samples = neighbourhood_inputs(whole, nodes), {}
+        for method in methods:
+            samples[method] = torch.softmax(draw(model, inputs, method, num_samples, seed)[:, 0], dim=-1)
+            done += 1
+            on_progress(done, len(places) * len(methods))
+        labels = None if name == LEFT_OUT else graph.labels[nodes]
+        edges = (
+            edge_weights(model, graph, nodes, num_samples, seed)
+            if name == "test" and config.attention.is_stochastic
+            else None
+        )
+        splits[name] = SplitPredictions(samples, labels, edges=edges)
+    return Predictions(splits, graph.class_names, methods, seed)
+
+
+@torch.no_grad()
+def edge_weights(
+    model: GraphAttentionNetwork, graph: Graph, nodes: Int[Tensor, " k"], num_samples: int, seed: int
+) -> EdgeWeights:
+    """Return sampled weights of the last layer, averaged over its heads, on the edges into some nodes."""
+    whole = GraphInputs.of(graph)
+    edges = whole.edges[1]
+    wanted = torch.zeros(graph.num_nodes, dtype=torch.bool).index_fill(0, nodes, True)[edges.target]
+    features = model.embed(whole)
+    before = model.hidden.generators
+    try:
+        model.set_generators([torch.Generator().manual_seed(seed)])
+        with sampling(model):
+            draws = [model.output.weights(features, edges).mean(dim=1)[wanted] for _ in range(num_samples)]
+    finally:
+        model.set_generators(before)
+    index = torch.stack([edges.source[wanted], edges.target[wanted]])
+    return EdgeWeights(nodes, index, torch.stack(draws), graph.labels[index[0]])
+
+
+def available_methods(config: GraphConfig) -> list[str]:
+    """Return how predictions can be drawn from a network, the usual way second."""
+    if config.attention.is_stochastic:
+        return ["mean", "attention", *(["attention+dropout"] if config.dropout else [])]
+    return ["mean", *(["dropout"] if config.dropout or config.attention.variant == "mc-dropout" else [])]
+
+
+@torch.no_grad()
+def draw(
+    model: GraphAttentionNetwork,
+    inputs: GraphInputs,
+    method: str,
+    num_samples: int,
+    seed: int,
+    *,
+    shares_noise: bool = False,
+) -> Float[Tensor, "s copies k c"]:
+    """Return class logits, draws first; one "draw" for method `mean`.
+
+    Every copy draws the same noise from a generator of its own; or, faster on a GPU, all of them draw from one.
+    """
+    if method == "mean":
+        return model(inputs).unsqueeze(0)
+    device = next(model.parameters()).device
+    before = model.hidden.generators
+    try:
+        count = 1 if shares_noise else model.num_copies
+        model.set_generators([torch.Generator(device).manual_seed(seed) for _ in range(count)])
+        with sampling(model, dropout=method.endswith("dropout")):
+            return torch.stack([model(inputs) for _ in range(num_samples)])
+    finally:
+        model.set_generators(before)
+
+
+def measure_draws(
+    validation: Float[Tensor, "s v c"],
+    validation_labels: Int[Tensor, " v"],
+    test: Float[Tensor, "s k c"],
+    test_labels: Int[Tensor, " k"],
+) -> dict[str, float]:
+    """Return the standard metrics of test nodes from logits, and NLL and ECE after scaling by a validation temperature.
+
+    PAvPU is from a paired t-test on the logits, as in the authors' graph code.
+    """
+    found = metrics.evaluate_predictions(test, test_labels, space="logit", num_resamples=0)
+    values = {name: estimate.value for name, estimate in found.items()}
+    temperature = metrics.fit_temperature(mean_logits(torch.softmax(validation.double(), dim=-1)), validation_labels)
+    scaled = metrics.apply_temperature(mean_logits(torch.softmax(test.double(), dim=-1)), temperature)
+    after = metrics.evaluate_predictions(scaled.unsqueeze(0), test_labels, num_resamples=0)
+    return values | {"temperature": temperature, "scaled_nll": after["nll"].value, "scaled_ece": after["ece"].value}

@@ -1,0 +1,101 @@
+"""Corpus and sentence scores by sacrebleu, with the signature that says how they were computed."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["cased", "lowercase", "tokenised"]
+
+
+class CorpusScore(NamedTuple):
+    """A score and sacrebleu's signature of it."""
+
+    score: float
+    signature: str
+
+
+class Counts(NamedTuple):
+    """What BLEU counts in a sentence: n-grams found in the reference, n-grams, and both lengths. They add up."""
+
+    correct: tuple[int, ...]
+    total: tuple[int, ...]
+    output_length: int
+    reference_length: int
+
+
+def _metrics() -> Any:
+    return _load("sacrebleu.metrics")
+
+
+def _load(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        raise ValueError("BLEU and chrF need the package 'sacrebleu'; install it with: pip install sacrebleu") from None
+
+
+def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = "cased") -> CorpusScore:
+    """Return BLEU of a corpus.
+
+    Args:
+        outputs: Translations.
+        references: One each.
+        kind: `cased` or `lowercase` text, tokenised by sacrebleu's rules (13a); or `tokenised` text, lower-cased and taken
+            as it is (IWSLT14's files, and the paper's kind of BLEU).
+    """
+    options = {"tokenize": "none", "force": True} if kind == "tokenised" else {}
+    metric = _metrics().BLEU(lowercase=kind != "cased", **options)
+    score = metric.corpus_score(list(outputs), [list(references)])
+    return CorpusScore(score.score, str(metric.get_signature()))
+
+
+def corpus_chrf(outputs: Sequence[str], references: Sequence[str]) -> CorpusScore:
+    """Return chrF2."""
+    metric = _metrics().CHRF()
+    score = metric.corpus_score(list(outputs), [list(references)])
+    return CorpusScore(score.score, str(metric.get_signature()))
+
+
+def sentence_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+    """Return `chrf` and `bleu` of every sentence, from 0 to 100; BLEU counts only the orders a sentence has."""
+    metrics = _metrics()
+    chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
+    pairs = list(zip(outputs, references, strict=True))
+    return {
+        "chrf": [chrf.sentence_score(output, [reference]).score for output, reference in pairs],
+        "bleu": [bleu.sentence_score(output, [reference]).score for output, reference in pairs],
+    }
+
+
+def sentence_counts(outputs: Sequence[str], references: Sequence[str]) -> list[Counts]:
+    """Return the counts of every sentence (cased), so that BLEU of many subsets needs no second look at the text."""
+    metric = _metrics().BLEU(effective_order=True)
+    scores = [metric.sentence_score(output, [reference]) for output, reference in zip(outputs, references, strict=True)]
+    return [Counts(tuple(score.counts), tuple(score.totals), score.sys_len, score.ref_len) for score in scores]
+
+
+def bleu_of_counts(counts: Sequence[Counts]) -> float:
+    """Return corpus BLEU of the sentences that were counted: what `corpus_bleu` says of their text."""
+    correct = [sum(column) for column in zip(*(c.correct for c in counts), strict=True)]
+    total = [sum(column) for column in zip(*(c.total for c in counts), strict=True)]
+    lengths = sum(c.output_length for c in counts), sum(c.reference_length for c in counts)
+    return float(_metrics().BLEU.compute_bleu(correct, total, *lengths, smooth_method="exp").score)
+
+
+def bootstrap_p_value(
+    baseline: Sequence[str], ours: Sequence[str], references: Sequence[str], *, num_resamples: int = 1000
+) -> float:
+    """Return the p-value of a paired bootstrap test that two systems have the same BLEU (Koehn, 2004).
+
+    It is sacrebleu's: the share of resamples whose absolute difference exceeds its own mean by the observed one. So it
+    counts one side, and is somewhat below one half where there is no difference.
+    """
+    metric = _metrics().BLEU()
+    if list(baseline) == list(ours):
+        # sacrebleu counts differences above the observed one, and finds none above 0: its p would be the smallest there is
+        return 1.0
+    systems = [("baseline", list(baseline)), ("ours", list(ours))]
+    paired_test = _load("sacrebleu.significance").PairedTest
+    test = paired_test(systems, {"BLEU": metric}, [list(references)], test_type="bs", n_samples=num_resamples)
+    _, results = test()
+    return float(results["BLEU"][1].p_value)

@@ -1,0 +1,183 @@
+"""What a trained translator says, and what draws of it think: search, greedy translations of draws, token distributions.
+
+A draw is a model: with attention noise, with dropout masks where a model has no such noise, or with both.
+"""
+
+import difflib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn.metrics.disagreement import entropy
+from bayesattn.prediction import sampling
+from bayesattn_recipes.translation.batches import Corpus, make_batch, token_batches
+from bayesattn_recipes.translation.beam import beam_search
+from bayesattn_recipes.translation.decoder import Memory
+from bayesattn_recipes.translation.model import Translator, evaluation_tokens
+from bayesattn_recipes.translation.vocabulary import END, PAD
+
+
+def available_methods(model: Translator) -> list[str]:
+    """Return what can be drawn from a model, the usual way first after `mean`."""
+    stochastic, drops = model.decoder.attention, model.dropout.p > 0.0
+    noisy = stochastic.weights.config.is_stochastic or stochastic.context_noise is not None
+    if noisy:
+        return ["mean", "attention", *(["attention+dropout"] if drops else [])]
+    return ["mean", *(["dropout"] if drops else [])]
+
+
+def check_method(model: Translator, method: str) -> None:
+    """Refuse what cannot be drawn from a model."""
+    if method not in available_methods(model):
+        raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(available_methods(model))}")
+
+
+def drawing(model: Translator, method: str) -> AbstractContextManager[object]:
+    """Return the context in which calls of the model draw: nothing, attention noise, dropout masks, or both."""
+    check_method(model, method)
+    return nullcontext() if method == "mean" else sampling(model, dropout=method.endswith("dropout"))
+
+
+@torch.no_grad()
+def decode(
+    model: Translator,
+    sources: Sequence[list[int]],
+    *,
+    beam: int = 10,
+    penalty: float = 1.0,
+    batch_tokens: int | None = None,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> list[list[int]]:
+    """Return the best translation of every source, without its end token.
+
+    Args:
+        model: In eval mode, or inside `sampling`.
+        sources: Tokens, end token last.
+        beam: Hypotheses kept.
+        penalty: Power of the length penalty.
+        batch_tokens: Source tokens decoded together; None for `evaluation_tokens`.
+        on_progress: Called with the sentences done and to do.
+    """
+    found: list[list[int]] = [[] for _ in sources]
+    done = 0
+    # ten times the tokens where only one hypothesis of each sentence is kept
+    for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model) * 10 // min(beam, 10)):
+        longest = max(len(sources[index]) for index in indices)
+        best = beam_search(
+            functools.partial(model.next_log_probs, memory=memory),
+            model.decoder.start(memory, beam),
+            batch=len(indices),
+            beam=beam,
+            # English is rarely longer than its German by half
+            max_length=longest + longest // 2 + 10,
+            penalty=penalty,
+            device=memory.values.device,
+            narrow=lambda rows, memory=memory: functools.partial(model.next_log_probs, memory=memory.take(rows)),
+        )
+        for index, tokens in zip(indices, best.tokens[:, 0].tolist(), strict=True):
+            found[index] = tokens[: tokens.index(END)]
+        done += len(indices)
+        on_progress(done, len(sources))
+    return found
+
+
+def decode_draws(
+    model: Translator, sources: Sequence[list[int]], method: str, num_samples: int, *, penalty: float = 1.0
+) -> list[list[list[int]]]:
+    """Return, for every source, the greedy translations of M draws, all decoded side by side; none for `mean`."""
+    if method == "mean":
+        return [[] for _ in sources]
+    repeated = [tokens for tokens in sources for _ in range(num_samples)]
+    with drawing(model, method):
+        found = decode(model, repeated, beam=1, penalty=penalty)
+    return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
+
+
+def _encoded(model: Translator, sources: Sequence[list[int]], batch_tokens: int) -> Iterator[tuple[list[int], Memory]]:
+    device = next(model.parameters()).device
+    for indices in token_batches(Corpus(list(sources), list(sources)), batch_tokens):
+        chosen = indices.tolist()
+        batch = make_batch([sources[i] for i in chosen], [sources[i] for i in chosen])
+        yield chosen, model.encode(batch["source"].to(device), batch["source_lengths"])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What M draws think of given targets, step by step; padded steps are 0.
+
+    Attributes:
+        probability: Of the target tokens, under the mean distribution.
+        entropy: Of the mean distribution.
+        mutual_information: Entropy of the mean minus mean entropy.
+        disagreement: Share of draws whose favourite is another token than the target.
+        confidence: Of the mean distribution's favourite.
+        is_right: Whether that favourite is the target.
+        steps: True where there is a target.
+    """
+
+    probability: Float[Tensor, "b t"]
+    entropy: Float[Tensor, "b t"]
+    mutual_information: Float[Tensor, "b t"]
+    disagreement: Float[Tensor, "b t"]
+    confidence: Float[Tensor, "b t"]
+    is_right: Bool[Tensor, "b t"]
+    steps: Bool[Tensor, "b t"]
+
+
+@torch.no_grad()
+def judge(
+    model: Translator, sources: Sequence[list[int]], targets: Sequence[list[int]], method: str, num_samples: int
+) -> Judged:
+    """Ask M draws for their token distributions along given targets (end token last); one batch.
+
+    Args:
+        model: In eval mode.
+        sources: Tokens of the sentences.
+        targets: Tokens whose probabilities are asked for.
+        method: What is drawn; `mean` draws nothing and needs one pass.
+        num_samples: M.
+    """
+    device = next(model.parameters()).device
+    batch = make_batch(sources, targets)
+    source, target_in, target = (batch[name].to(device) for name in ("source", "target_in", "target_out"))
+    count = 1 if method == "mean" else num_samples
+    mean, spread, votes = (torch.zeros((), device=device) for _ in range(3))
+    # draws side by side in one batch: the decoder's steps wait for each other, its rows do not
+    at_once = max(1, 10 * evaluation_tokens(model) // max(source.numel(), target.numel()))
+    with drawing(model, method):
+        for start in range(0, count, at_once):
+            size = min(at_once, count - start)
+            memory = model.encode(source.repeat(size, 1), batch["source_lengths"] * size)
+            for log_probs in model.log_probs(memory, target_in.repeat(size, 1), num_parts=size):
+                p = torch.exp(log_probs)
+                mean = mean + p / count
+                spread = spread + torch.special.entr(p).sum(dim=-1) / count
+                votes = votes + (p.argmax(dim=-1) != target)
+    steps = target != PAD
+    confidence, favourite = mean.max(dim=-1)
+    overall = entropy(mean)
+    rows = {
+        "probability": mean.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        "entropy": overall,
+        "mutual_information": (overall - spread).clamp(min=0.0),
+        "disagreement": votes / count,
+        "confidence": confidence,
+    }
+    return Judged(**{name: row * steps for name, row in rows.items()}, is_right=(favourite == target) & steps, steps=steps)
+
+
+def disagreement(best: Sequence[int], own: Sequence[Sequence[int]]) -> float:
+    """Return 1 − mean similarity of sampled translations to the best one; 0 without samples."""
+    if not own:
+        return 0.0
+    # many draws say the same
+    times = Counter(map(tuple, own))
+    ratios = (difflib.SequenceMatcher(None, best, tokens, autojunk=False).ratio() * n for tokens, n in times.items())
+    return 1.0 - sum(ratios) / len(own)

@@ -1,0 +1,106 @@
+"""How the decoder's loop runs: as it is, compiled, or recorded as a CUDA graph for every shape of batch.
+
+The loop is some forty small kernels a step; on a GPU their launches cost more than their work. All modes compute the same
+(`tests/recipes/test_translation_decoder.py`), so the choice is one of speed:
+
+    decoder_mode: eager        anywhere, no preparation
+    decoder_mode: compile      torch.compile of the step, one compilation for all lengths; fuses the elementwise kernels
+    decoder_mode: cuda-graph   records forward and backward of the whole loop once for every (batch, target, source) shape
+                               and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
+                               needs an attention whose randomness is drawn beforehand (all but three), or by
+                               torch's generator alone, which goes on at every replay (hard-gumbel, mc-dropout)
+    decoder_mode: auto         cuda-graph where device and attention allow it, else eager: one setting for all variants
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bayesattn.noise.keyed import is_keyed
+from bayesattn_recipes.common.recorded import Recordings
+from bayesattn_recipes.translation.decoder import Decoder, Unrolled
+
+Mode = Literal["eager", "compile", "cuda-graph", "auto"]
+MODES = get_args(Mode)
+# these draw inside the loop, and what they leave behind is their weights; Gaussian weights leave a KL at every step
+DRAWS_ALONE = ("hard-gumbel", "mc-dropout")
+
+
+def is_recordable(decoder: Decoder) -> bool:
+    """Whether tensors are all that a step of the decoder takes and leaves, so that it can be replayed."""
+    return decoder.attention.draws_ahead or decoder.attention.weights.config.variant in DRAWS_ALONE
+
+
+def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
+    """Return what runs `decoder.unroll` in training."""
+    if mode not in MODES:
+        raise ValueError(f"decoder_mode is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
+    if mode == "eager" or (mode == "auto" and not is_recordable(decoder)):
+        return decoder.unroll
+    if not (is_recordable(decoder) if mode != "compile" else decoder.attention.draws_ahead):
+        variant = decoder.attention.weights.config.variant
+        raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
+    if mode == "compile":
+        return functools.partial(decoder.unroll, step=torch.compile(decoder.step))
+    graphed = GraphedUnroll(decoder)
+    if mode == "cuda-graph":
+        return graphed
+    return lambda gates, *rest: (graphed if gates.is_cuda else decoder.unroll)(gates, *rest)
+
+
+class _Loop(nn.Module):
+    """The loop as a module, as CUDA graphs want it: positional tensors in, a tuple of tensors out."""
+
+    def __init__(self, decoder: Decoder, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.decoder, self.names = decoder, names
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # a low-precision copy of a weight serves all steps; it is part of the recording, so every replay makes it anew
+        dtype, low = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        torch.clear_autocast_cache()
+        with torch.autocast("cuda", dtype, enabled=low, cache_enabled=True):
+            # attention that can be recorded has no prior inside the loop
+            given = dict(zip(self.names, inputs, strict=True))
+            found = self.decoder.unroll(**{"prior": None, "bias": None, "noise": None, "drop": None, **given})
+        torch.clear_autocast_cache()
+        return tuple(value for value in found if value is not None)
+
+
+class GraphedUnroll:
+    """`decoder.unroll`, recorded on the first call with a shape and replayed on every later one.
+
+    Args:
+        decoder: Its parameters may change between calls, their place in memory may not.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.recordings = Recordings(lambda names: _Loop(decoder, names).train(decoder.training))
+
+    def __call__(
+        self,
+        gates: Tensor,
+        values: Tensor,
+        keys: Tensor,
+        mask: Tensor,
+        prior: None,
+        bias: Tensor | None,
+        noise: Tensor | None,
+        drop: Tensor | None,
+        steps: Tensor | None = None,
+    ) -> Unrolled:
+        """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
+        if is_keyed() and not self.decoder.attention.draws_ahead:
+            # noise inside the loop would be that of the examples it was recorded with, at every replay
+            return self.decoder.unroll(gates, values, keys, mask, prior, bias, noise, drop, steps)
+        if gates.device.type != "cuda":
+            raise ValueError(f"decoder_mode is 'cuda-graph' on {gates.device.type}; allowed there: 'eager', 'compile'")
+        named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "noise": noise}
+        # a recording with the KL is another one than without
+        named |= {"drop": drop, "steps": steps if self.decoder.attention.needs_kl else None}
+        inputs = {name: value for name, value in named.items() if value is not None}
+        return Unrolled(*self.recordings(inputs))

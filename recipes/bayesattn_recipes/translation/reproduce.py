@@ -1,0 +1,213 @@
+"""The paper's two translation tables again: BLEU and cost of every variant, with what our data sets and draws add."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bayesattn.cli.progress import show_runs
+from bayesattn.evaluation.runs import read_run, write_bytes, write_json
+from bayesattn_recipes.common import tables as _tables
+from bayesattn_recipes.common.guards import Diverged
+from bayesattn_recipes.translation import bleu
+from bayesattn_recipes.translation.cost import measure_costs
+from bayesattn_recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
+from bayesattn_recipes.translation.figures import rejection_figure, write_figure
+from bayesattn_recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
+from bayesattn_recipes.translation.tables import (
+    Cells,
+    calibration_csv_rows,
+    comparison_csv_rows,
+    csv_rows,
+    render,
+    uncertainty_csv_rows,
+)
+from bayesattn_recipes.translation.text import Pairs
+from bayesattn_recipes.translation.train import CONFIGS, TranslationConfig, load_config, load_run, train_on
+
+DATASETS = ("multi30k", "tatoeba")
+VARIANTS = (
+    *("soft", "nokl", "lf", "lc", "wf", "wc", "wc-default", "sampled-kl"),
+    *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "exact", "enum", "sample", "dirichlet"),
+)
+# App. D: seconds a step and millions of parameters; soft attention's are in a comment of the paper's source only
+PAPER_COST = {"soft": (0.075, 42), "enum": (0.12, 64), "sample": (0.15, 64), "wc": (0.10, 42)}
+# tested out of domain and under draws as well, which takes several times as long as the rest of the measuring
+CLOSELY = ("soft", "wc", "mc-dropout")
+NUM_SAMPLES = 20
+
+
+def reproduce(
+    datasets: Sequence[str] | None,
+    variants: Sequence[str] | None,
+    *,
+    num_seeds: int,
+    data: Path | None,
+    out: Path,
+    console: Console,
+    settings: Sequence[str] = (),
+    minutes: float | None = None,
+) -> Path:
+    """Train and measure what is missing in `out`, write the tables as Markdown, CSV and JSON, and print them.
+
+    Args:
+        datasets: Of `DATASETS`; None for all.
+        variants: Config names without the data set; None for all the data set has. Differences are to `soft`, which is
+            always run.
+        num_seeds: Runs per variant, with seeds 0, 1, …
+        data: Folder of the data sets.
+        out: Folder of the runs and tables.
+        console: Where to print.
+        settings: `name=value` on top of every config.
+        minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains and
+            times nothing.
+    """
+    datasets = _tables.choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
+    if variants is not None:
+        variants = list(dict.fromkeys(("soft", *_tables.choose("variants", variants, VARIANTS))))
+    bleu.corpus_bleu(["a"], ["a"])  # before hours of training: is sacrebleu there?
+    wanted = {
+        dataset: variants or [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()] for dataset in datasets
+    }
+    loaded = {dataset: load_splits(dataset, data) for dataset in datasets}
+    foreign = load_out_of_domain(data) if data is not None else None
+    ends = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
+    parts, done = [], 0
+    with show_runs(console, sum(map(len, wanted.values())) * num_seeds) as display:
+        for dataset in datasets:
+            cells: Cells = {variant: {} for variant in wanted[dataset]}
+            # all variants of a seed, then the next seed: what an interrupted experiment leaves can be compared
+            for seed, variant in itertools.product(range(num_seeds), cells):
+                name = f"{dataset}-{variant}-{seed}"
+                config = load_config(f"{dataset}-{variant}", [*settings, f"seed={seed}"])
+                if time.monotonic() < ends or (out / "cells" / f"{name}.json").exists():
+                    closely = variant in CLOSELY
+                    display.begin(name, done)
+                    cells[variant][seed] = run_cell(
+                        name, config, loaded[dataset], foreign, out,
+                        closely=closely, on_progress=lambda step, steps, done=done: display.advance(done + step / steps),
+                    )  # fmt: skip
+                done += 1
+                display.advance(done)
+            if not cells["soft"]:
+                raise ValueError(f"minutes is {minutes}, and no run of {dataset}-soft is finished; allowed: more minutes")
+            _tables.write_csv(out / f"{dataset}.csv", csv_rows(dataset, cells))
+            _tables.write_csv(out / f"{dataset}-uncertainty.csv", uncertainty_csv_rows(dataset, cells))
+            _tables.write_csv(out / f"{dataset}-calibration.csv", calibration_csv_rows(dataset, cells))
+            comparisons = comparison_csv_rows(dataset, cells, loaded[dataset])
+            if comparisons:
+                _tables.write_csv(out / f"{dataset}-comparisons.csv", comparisons)
+            write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
+            parts.append(render(dataset, cells, comparisons, split_hash(loaded[dataset])))
+    if minutes != 0:
+        parts.append(cost_table(datasets[0], wanted[datasets[0]], out, settings))
+    text = "\n".join(parts)
+    write_bytes(out / "translation.md", text.encode())
+    _tables.print_tables(console, text)
+    return out / "translation.md"
+
+
+def run_cell(
+    name: str,
+    config: TranslationConfig,
+    splits: dict[str, Pairs],
+    foreign: Pairs | None,
+    out: Path,
+    *,
+    closely: bool = True,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Return the measures of one run; trained, and measured, only where `out` does not have them.
+
+    A run that diverges is a result too: its measures are `diverged`, the message alone.
+    """
+    path, folder = out / "cells" / f"{name}.json", out / "runs" / name
+    identity = {"config": dataclasses.asdict(config), "split_hash": split_hash(splits)}
+    measures = _tables.read_cell(path, identity)
+    if measures is None:
+        try:
+            # an interrupted run goes on, a finished one is measured, one with other settings is refused
+            log = train_on(config, splits, folder, on_progress, resume=True)
+        except Diverged as error:
+            measures = {"diverged": str(error).partition(";")[0]}
+        else:
+            measures = measure_run(folder, config, splits, foreign, closely=closely)
+            measures["validation_perplexity"] = min(row["validation_perplexity"] for row in log.rows)
+        _tables.write_cell(path, identity, measures)
+    return measures
+
+
+def measure_run(
+    folder: Path, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None, *, closely: bool = True
+) -> dict[str, Any]:
+    """Return everything the tables say of a finished run; the translations of the main test are kept, for its p-value.
+
+    Without `closely` neither the out-of-domain test nor what needs draws is measured, without `foreign` not that test;
+    `not_measured` says so.
+    """
+    _, vocabulary, model = load_run(folder)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    tests = {split: pairs for split, pairs in splits.items() if split.startswith("test")}
+    main = next(iter(tests))
+    kinds: dict[str, bleu.Kind] = dict.fromkeys(tests, "tokenised" if config.dataset == "iwslt14" else "cased")
+    if closely and foreign is not None and config.dataset != "iwslt14":
+        tests[OUT_OF_DOMAIN], kinds[OUT_OF_DOMAIN] = foreign, "lowercase"
+    run, not_measured = read_run(folder), [] if closely else ["uncertainty", "calibration"]
+    if OUT_OF_DOMAIN not in tests and config.dataset != "iwslt14":
+        not_measured.insert(0, OUT_OF_DOMAIN)
+    seconds, quality = {"train": run["train_seconds"]}, {}
+    uncertainty, calibration = {}, {}
+    with tf32_products():
+        for split, pairs in tests.items():
+            started = time.monotonic()
+            quality[split] = measure_quality(model, vocabulary, pairs, kind=kinds[split])
+            seconds[split] = round(time.monotonic() - started, 3)
+        if closely:
+            started, outputs = time.monotonic(), quality[main]["outputs"]
+            uncertainty = measure_uncertainty(model, vocabulary, tests[main], outputs, num_samples=NUM_SAMPLES)
+            calibration = measure_calibration(model, vocabulary, tests[main], num_samples=NUM_SAMPLES)
+            seconds["uncertainty"] = round(time.monotonic() - started, 3)
+    return {
+        "tests": {s: {k: v for k, v in found.items() if s == main or k != "outputs"} for s, found in quality.items()},
+        "uncertainty": uncertainty,
+        "calibration": calibration,
+        "not_measured": not_measured,
+        "parameters": run["num_parameters"],
+        "seconds": seconds,
+    }
+
+
+def cost_table(dataset: str, variants: Sequence[str], out: Path, settings: Sequence[str]) -> str:
+    """Return the Markdown of what a training step costs, all variants on one batch of 4,096 tokens in one run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    configs = [(variant, load_config(f"{dataset}-{variant}", settings)) for variant in variants]
+    size = configs[0][1].vocabulary_size
+    num_sentences = max(1, configs[0][1].batch_tokens // 16)
+    measured, parameters = measure_costs(
+        configs, num_sentences=num_sentences, length=16, vocabulary_size=size, device=device
+    )
+    rows = []
+    for row in measured:
+        paper = PAPER_COST.get(row.provider)
+        rows.append(
+            [
+                row.provider,
+                f"{row.median_ms / 1e3:.4f}",
+                f"{row.ratio:.2f}",
+                f"{parameters[row.provider] / 1e6:.1f}",
+                f"{row.peak_mib:.0f}",
+                "–" if paper is None else f"{paper[0]:.3f}",
+                "–" if paper is None else f"{paper[0] / PAPER_COST['soft'][0]:.2f}",
+                "–" if paper is None else str(paper[1]),
+            ]
+        )
+    write_json(out / "cost.json", {"rows": [dataclasses.asdict(row) for row in measured], "parameters": parameters})
+    header = ["attention", "s a step", "/ soft", "parameters (M)", "peak MiB", "paper: s a step", "/ soft", "parameters (M)"]
+    title = f"## Cost of a training step, {num_sentences} pairs of 16 tokens, {measured[0].device}\n\n"
+    return title + _tables.markdown(header, rows)

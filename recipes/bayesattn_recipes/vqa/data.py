@@ -1,0 +1,184 @@
+"""The three data sets as splits of questions, each tied to the features of its images."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from bayesattn_recipes.common.sources import explained
+from bayesattn_recipes.vision.annotations import Question
+from bayesattn_recipes.vision.features import Regions
+from bayesattn_recipes.vision.ids import positions
+from bayesattn_recipes.vision.images import ImageSource
+from bayesattn_recipes.vision.shapes import make_shapes_world
+from bayesattn_recipes.vqa import daquar, vqa2
+from bayesattn_recipes.vqa.vocabulary import Vocabulary
+
+DatasetName = Literal["shapes", "daquar", "vqa2"]
+# folders inside the data folder
+FOLDERS: dict[str, Any] = {"daquar": daquar, "vqa2": vqa2}
+# one split for all seeds and variants: runs differ in initialisation, batch order and noise, never in their data
+SPLIT_SEED = 20200
+SHAPES_SEEDS = {"train": 1, "validation": 2, "test": 3}
+SHAPES_TEST_IMAGES = 250
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which questions, and which words and answers of them are known.
+
+    Args:
+        dataset: `shapes` needs no file, `daquar` and `vqa2` need the data folder.
+        train_images: Pictures of the shapes world to train on; the other sets have theirs.
+        validation_share: Share of the training *images* held out for validation (shapes has its own); 0 holds out none.
+        word_min_count: Rarer words of training questions are unknown.
+        answer_min_count: Rarer answers of the training questions cannot be given.
+        max_words: Longest question; the rest is cut off.
+        scale_features: Whether to divide the features by their standard deviation (over all channels together).
+        word_vectors: A file of pretrained vectors in GloVe's text format, `model.word_dim` numbers each, with which the
+            embeddings begin; a relative path begins in the data folder, if there is one. None: they begin at random.
+    """
+
+    dataset: DatasetName = "shapes"
+    train_images: int = 1200
+    validation_share: float = 0.1
+    word_min_count: int = 1
+    answer_min_count: int = 1
+    max_words: int = 14
+    scale_features: bool = True
+    word_vectors: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("train_images", "word_min_count", "answer_min_count", "max_words"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
+        if not 0.0 <= self.validation_share < 1.0:
+            raise ValueError(f"validation_share is {self.validation_share!r}; allowed: 0 ≤ validation_share < 1")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Questions with the features of their images.
+
+    Attributes:
+        questions: The questions.
+        regions: Features of all images of the data set.
+        places: Where each question's image is in `regions`.
+        pictures: The images to look at, by name; None where there are none.
+    """
+
+    questions: list[Question]
+    regions: Regions
+    places: Int[Tensor, " n"]
+    pictures: "Pictures | None" = None
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def gather(self, indices: Int[Tensor, " b"]) -> tuple[Float[Tensor, "b r d"], Bool[Tensor, "b r"]]:
+        """Return features and mask of the images of these questions."""
+        return self.regions.gather(self.places[indices])
+
+    def subset(self, indices: Sequence[int]) -> "Split":
+        """Return some of the questions."""
+        chosen = [self.questions[index] for index in indices]
+        return Split(chosen, self.regions, self.places[torch.tensor(list(indices), dtype=torch.int64)], self.pictures)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images of a data set: tensors by name, or files with a suffix added to the name."""
+
+    found: ImageSource | dict[str, UInt8[Tensor, "height width 3"]]
+    suffix: str = ""
+
+    def __contains__(self, name: str) -> bool:
+        return name + self.suffix in self.found
+
+    def read(self, name: str, max_side: int | None = None) -> UInt8[Tensor, "height width 3"]:
+        """Return one image, files made smaller so that no side exceeds `max_side`."""
+        if isinstance(self.found, ImageSource):
+            return self.found.read(name + self.suffix, max_side)
+        return self.found[name]
+
+
+def load_splits(config: DataConfig, data: Path | None) -> dict[str, Split]:
+    """Return the splits `train`, `test` and, unless its share is 0, `validation`; no image is in two of them.
+
+    Args:
+        config: Which data set.
+        data: The folder of the data sets; shapes are generated and need none.
+
+    Raises:
+        ValueError: Files are missing or broken, or annotations and features disagree on the images.
+    """
+    if config.dataset == "shapes":
+        return _shapes(config.train_images)
+    with explained(config.dataset, data):
+        if data is None:
+            raise ValueError(
+                f"data is None; allowed for {config.dataset}: the folder that holds {config.dataset}/, "
+                "by --data or the variable BAYESATTN_DATA"
+            )
+        reader, folder = FOLDERS[config.dataset], data / config.dataset
+        questions: dict[str, list[Question]] = reader.read_questions(folder)
+        regions: Regions = reader.read_regions(folder)
+    pictures = find_pictures(config.dataset, folder)
+    splits = {}
+    for name, members in _with_validation(questions, config.validation_share).items():
+        wanted = [question.image for question in members]
+        if config.dataset == "vqa2":
+            wanted = [vqa2.feature_name(image, regions) for image in wanted]
+        where = positions(wanted, regions.names, what=f"{name} questions", where="features")
+        splits[name] = Split(members, regions, where, pictures)
+    return splits
+
+
+def find_pictures(dataset: str, folder: Path) -> Pictures | None:
+    """Return the images of a data set, or None where there are none: only pictures of attention need them."""
+    place = folder / (daquar.IMAGES if dataset == "daquar" else "images")
+    if not place.exists():
+        return None
+    return Pictures(FOLDERS[dataset].read_images(folder), ".jpg" if dataset == "daquar" else "")
+
+
+def build_vocabulary(questions: Sequence[Question], config: DataConfig) -> Vocabulary:
+    """Return the words of training questions, and their most frequent answers counted once a question."""
+    return Vocabulary.build(
+        (question.text for question in questions),
+        (Counter(question.answers).most_common(1)[0][0] for question in questions),
+        word_min_count=config.word_min_count,
+        answer_min_count=config.answer_min_count,
+        max_words=config.max_words,
+    )
+
+
+@lru_cache(maxsize=2)
+def _shapes(train_images: int) -> dict[str, Split]:
+    counts = {"train": train_images, "validation": SHAPES_TEST_IMAGES, "test": SHAPES_TEST_IMAGES}
+    splits = {}
+    for name, count in counts.items():
+        world = make_shapes_world(count, SHAPES_SEEDS[name])
+        where = positions([q.image for q in world.questions], world.names, what=f"{name} questions", where="features")
+        splits[name] = Split(world.questions, world.regions, where, Pictures(dict(zip(world.names, world.images))))
+    return splits
+
+
+def _with_validation(questions: dict[str, list[Question]], share: float) -> dict[str, list[Question]]:
+    """Hold out a share of the training images, with all their questions."""
+    images = sorted({question.image for question in questions["train"]})
+    held_out = set(random.Random(SPLIT_SEED).sample(images, round(share * len(images))))
+    if not held_out:
+        return questions
+    return {
+        "train": [question for question in questions["train"] if question.image not in held_out],
+        "validation": [question for question in questions["train"] if question.image in held_out],
+        "test": questions["test"],
+    }

@@ -1,0 +1,225 @@
+"""Ask a trained model for M answers to every test question, on clean and on noisy features."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bayesattn.evaluation.runs import Predictions, SplitPredictions
+from bayesattn.evaluation.threads import one_thread
+from bayesattn.metrics import PredictionTable, tabulate_predictions
+from bayesattn.ops.common.precision import without_autocast
+from bayesattn.prediction import predict
+from bayesattn_recipes.common.runs import choose_methods
+from bayesattn_recipes.vision.features import add_noise
+from bayesattn_recipes.vqa.accuracy import soft_targets
+from bayesattn_recipes.vqa.attend import attention_maps
+from bayesattn_recipes.vqa.data import Split, load_splits
+from bayesattn_recipes.vqa.model import MCAN
+from bayesattn_recipes.vqa.train import VQAConfig, load_run, model_inputs
+
+# the paper's noisy data: variance 5 on every channel of the backbone (App. C.2.3)
+PAPER_VARIANCE = 5.0
+# questions answered together, and draws of them
+BATCH_SIZE = 128
+CHUNK_SIZE = 10
+# batches that are made into a table together: on a GPU a table is launches, whatever its length
+TABLE_BATCHES = 8
+# values that one split and method may take in a run's predictions; of larger sets evenly spaced questions are kept
+MAX_VALUES = 2**25
+# longest side of the pictures kept for the report
+PICTURE_SIDE = 112
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to look at a split: with noise of some variance on its features."""
+
+    name: str
+    split: Split
+    variance: float = 0.0
+
+
+def noisy_conditions(split: Split, strengths: Sequence[float], dataset: str) -> list[Condition]:
+    """Return the test split with noise: `noise-S` of S standard deviations of the features, and the paper's variance.
+
+    The paper's absolute variance belongs to features of an ImageNet backbone; the pixels of the shapes world are none.
+    """
+    for strength in strengths:
+        if not 0.0 <= strength < float("inf"):
+            raise ValueError(f"strength is {strength!r}; allowed: a finite number of at least 0")
+    conditions = [
+        Condition(f"noise-{strength:g}", split, strength**2 * split.regions.variance) for strength in strengths if strength
+    ]
+    if dataset != "shapes":
+        conditions.append(Condition("noise-variance-5", split, PAPER_VARIANCE))
+    return conditions
+
+
+@one_thread()
+def predict_run(
+    folder: Path,
+    *,
+    num_samples: int = 20,
+    noise: tuple[float, ...] = (0.5, 1.0),
+    methods: Sequence[str] | None = None,
+    seed: int = 0,
+    data: Path | None = None,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> Predictions:
+    """Predict every evaluation split of a run with every method; `test` also by type of question.
+
+    Args:
+        folder: The run.
+        num_samples: M, at least 2.
+        noise: Strengths of the noisy test sets, in standard deviations of the features.
+        methods: See `available_methods`; None takes `mean` and the first that draws.
+        seed: Of the draws and of the feature noise.
+        data: The folder of the data sets, for runs that read files.
+        on_progress: Called with the number of splits done and to do, for a progress bar.
+    """
+    config, model = load_run(folder)
+    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
+    device = choose_device()
+    model = model.to(device)
+    limit = max(1, MAX_VALUES // (num_samples * len(model.vocabulary.answers)))
+    splits = {name: thin(split, limit) for name, split in load_splits(config.data, data).items() if name != "train"}
+    conditions = [Condition(name, split) for name, split in splits.items()]
+    conditions += noisy_conditions(splits["test"], noise, config.data.dataset)
+    found = {}
+    for done, condition in enumerate(conditions, start=1):
+        questions = condition.split.questions
+        with training_precision(config):
+            found_parts = draws(model, condition, methods, num_samples, seed)
+            parts = [{method: part.cpu() for method, part in by_method.items()} for by_method, _ in found_parts]
+        samples = {method: torch.cat([part[method] for part in parts], dim=1) for method in methods}
+        on_progress(done, len(conditions))
+        targets = soft_targets(questions, model.vocabulary, "paper")
+        extra = _shown(model, condition.split, num_samples, seed) if condition.name == "test" else {}
+        found[condition.name] = SplitPredictions(samples, targets, **extra)
+    found |= by_kind(splits["test"], found["test"])
+    names, grid = list(model.vocabulary.answers), splits["test"].regions.grid
+    return Predictions(found, names, list(methods), seed, key_grid=grid, task="multilabel", test="welch")
+
+
+def available_methods(config: VQAConfig) -> list[str]:
+    """Return how answers can be drawn from a model, the usual way second.
+
+    The paper draws attention and dropout together where attention is Bayesian, and dropout alone where it is soft.
+    """
+    drops = config.model.dropout > 0.0 or config.model.attention_dropout > 0.0 or config.attention.variant == "mc-dropout"
+    if config.attention.is_stochastic:
+        return ["mean", *(["attention+dropout"] if drops else []), "attention"]
+    return ["mean", *(["dropout"] if drops else [])]
+
+
+def thin(split: Split, limit: int) -> Split:
+    """Return at most `limit` questions, evenly spaced."""
+    if len(split) <= limit:
+        return split
+    return split.subset([index * len(split) // limit for index in range(limit)])
+
+
+@torch.no_grad()
+def draws(
+    model: MCAN, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
+) -> Iterator[tuple[dict[str, Float[Tensor, "_ b c"]], list[int]]]:
+    """Yield the probability of every answer by method, draws first, on the model's device, with the questions' indices.
+
+    The feature noise depends on the seed and the question alone, so that all methods and models on a device see the same.
+    """
+    split, device = condition.split, next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for number, indices in enumerate(torch.arange(len(split)).split(BATCH_SIZE)):
+        inputs = {name: value.to(device) for name, value in model_inputs(split, indices, model.vocabulary).items()}
+        if condition.variance:
+            inputs["regions"] = add_noise(inputs["regions"], condition.variance, generator)
+        found = {}
+        for method in methods:
+            if method == "mean":
+                samples = torch.sigmoid(model(**inputs).float()).unsqueeze(0)
+            else:
+                samples = predict(
+                    model,
+                    inputs,
+                    num_samples,
+                    seed=seed * 1_000_003 + number,
+                    chunk_size=CHUNK_SIZE,
+                    batch_dims=0,
+                    task="multilabel",
+                    dropout=method.endswith("dropout"),
+                ).samples
+            found[method] = samples
+        yield found, indices.tolist()
+
+
+def tabulate(
+    model: MCAN, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
+) -> dict[str, PredictionTable]:
+    """Return by method one row of numbers for every question of any number of questions, without keeping the draws."""
+    tables: dict[str, list[PredictionTable]] = {method: [] for method in methods}
+    found = draws(model, condition, methods, num_samples, seed)
+    while parts := list(itertools.islice(found, TABLE_BATCHES)):
+        questions = [condition.split.questions[index] for _, indices in parts for index in indices]
+        targets = soft_targets(questions, model.vocabulary, "paper")
+        for method in methods:
+            samples = torch.cat([by_method[method] for by_method, _ in parts], dim=1)
+            # where the draws are: the entropy of a thousand answers is work for the device, in full precision
+            with without_autocast(samples.device.type):
+                table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
+            tables[method].append(table)
+    return {method: _joined(rows) for method, rows in tables.items()}
+
+
+def _joined(tables: list[PredictionTable]) -> PredictionTable:
+    columns = {}
+    for field in dataclasses.fields(PredictionTable):
+        values = [getattr(table, field.name) for table in tables]
+        columns[field.name] = torch.cat(values).cpu() if isinstance(values[0], Tensor) else values[0]
+    return PredictionTable(**columns)
+
+
+def by_kind(split: Split, whole: SplitPredictions) -> dict[str, SplitPredictions]:
+    """Return the predictions of each type of question as a split of its own."""
+    kinds = [question.kind for question in split.questions]
+    found = {}
+    for kind in sorted(set(kinds)):
+        chosen = torch.tensor([index for index, other in enumerate(kinds) if other == kind])
+        assert whole.labels is not None
+        samples = {method: value[:, chosen] for method, value in whole.samples.items()}
+        found[f"test: {kind}"] = SplitPredictions(samples, whole.labels[chosen])
+    return found
+
+
+def choose_device() -> torch.device:
+    """Return the GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def training_precision(config: VQAConfig) -> torch.autocast:
+    """Return the context in which a model answers as precisely as it was trained and its epoch chosen."""
+    return torch.autocast(choose_device().type, torch.bfloat16, enabled=config.training.precision == "bf16")
+
+
+def _shown(model: MCAN, split: Split, num_samples: int, seed: int) -> dict[str, Any]:
+    """Return what the report shows of the test questions: their text, pictures, and attention over the regions."""
+    texts = [f"{question.text} ({', '.join(dict.fromkeys(question.answers))})" for question in split.questions]
+    shown: dict[str, Any] = {"texts": texts}
+    if split.regions.grid is not None:
+        device = next(model.parameters()).device
+        maps = []
+        for indices in torch.arange(len(split)).split(BATCH_SIZE):
+            inputs = {name: value.to(device) for name, value in model_inputs(split, indices, model.vocabulary).items()}
+            maps.append({name: value.cpu() for name, value in attention_maps(model, inputs, num_samples, seed).items()})
+        shown["attention"] = {name: torch.cat([part[name] for part in maps]) for name in maps[0]}
+    if split.pictures is not None:
+        pictures = {image: split.pictures.read(image, PICTURE_SIDE) for image in {q.image for q in split.questions}}
+        if len({tuple(picture.shape) for picture in pictures.values()}) == 1:
+            shown["inputs"] = torch.stack([pictures[question.image] for question in split.questions])
+    return shown

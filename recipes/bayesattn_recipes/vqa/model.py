@@ -1,0 +1,167 @@
+"""MCAN (Yu et al., 2019): question and image attend to themselves, then the image to the question. Attention is an argument.
+
+    words → embedding → LSTM → SA × L    self-attention and feed-forward: torch's encoder layer
+    regions → linear → SGA × L           self-attention, attention guided by the question, feed-forward: its decoder layer
+    both → attentional reduction → sum → norm → one logit per answer, read through a sigmoid
+
+so BAM replaces 3 L attention maps: 18 in both sizes of the paper. The two reductions stay soft, as there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn_recipes.vqa.vocabulary import PADDING, Vocabulary
+
+
+@dataclass(frozen=True)
+class MCANSize:
+    """Sizes of the model; the defaults are the paper's small one, `large` doubles width, feed-forward and fused width.
+
+    Args:
+        width: Features of a word or region inside the model.
+        num_heads: Attention heads.
+        num_layers: SA and SGA layers each.
+        feedforward_dim: Hidden features of the feed-forward networks.
+        word_dim: Features of a word embedding.
+        reduction_dim: Hidden features of the attentional reduction.
+        fused_dim: Features of the question and image together.
+        dropout: Everywhere but on attention weights.
+        attention_dropout: On attention weights; upstream MCAN has 0.1, the authors' Bayesian runs none.
+        grid_cells: Cells of a grid of features, each with a learnt vector for its place, without which nothing is left or
+            right of anything; 0: regions without a place, as in MCAN, whose boxes overlap.
+    """
+
+    width: int = 512
+    num_heads: int = 8
+    num_layers: int = 6
+    feedforward_dim: int = 2048
+    word_dim: int = 300
+    reduction_dim: int = 512
+    fused_dim: int = 1024
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    grid_cells: int = 0
+
+    def __post_init__(self) -> None:
+        if self.grid_cells < 0:
+            raise ValueError(f"grid_cells is {self.grid_cells!r}; allowed: an integer of at least 0")
+        for name in ("width", "num_heads", "num_layers", "feedforward_dim", "word_dim", "reduction_dim", "fused_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
+        if self.width % self.num_heads:
+            raise ValueError(f"num_heads is {self.num_heads!r}; allowed: a divisor of width {self.width}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 0 ≤ {name} < 1")
+
+
+class AttentionalReduction(nn.Module):
+    """One vector from many: softmax over a small network's scores, weighted sum, projection.
+
+    Args:
+        size: The model's sizes.
+    """
+
+    def __init__(self, size: MCANSize) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(size.width, size.reduction_dim)
+        self.dropout = nn.Dropout(size.dropout)
+        self.score = nn.Linear(size.reduction_dim, 1)
+        self.merge = nn.Linear(size.width, size.fused_dim)
+
+    def forward(
+        self, values: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"]
+    ) -> tuple[Float[Tensor, "b f"], Float[Tensor, "b n"]]:
+        """Return the vector and the weights behind it."""
+        scores = self.score(self.dropout(torch.relu(self.hidden(values)))).squeeze(-1)
+        weights = masked_softmax(scores.float()[:, None], mask[:, None])[:, 0].to(values.dtype)
+        return self.merge((weights[:, None] @ values).squeeze(1)), weights
+
+
+class MCAN(nn.Module):
+    """Answer questions about the regions of an image.
+
+    Args:
+        attention: Soft or Bayesian attention, for every SA and SGA layer.
+        vocabulary: Words and answers; kept in the checkpoint as bytes.
+        region_dim: Features of a region.
+        size: Sizes.
+        feature_scale: Features are multiplied by it first; 1 leaves them as they are.
+    """
+
+    vocabulary_bytes: Tensor
+    feature_scale: Tensor
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        vocabulary: Vocabulary,
+        *,
+        region_dim: int,
+        size: MCANSize | None = None,
+        feature_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        size = MCANSize() if size is None else size
+        self.size, self.vocabulary = size, vocabulary
+        self.embedding = nn.Embedding(len(vocabulary.words), size.word_dim, padding_idx=PADDING)
+        self.lstm = nn.LSTM(size.word_dim, size.width, batch_first=True)
+        self.region_proj = nn.Linear(region_dim, size.width)
+        self.place = nn.Parameter(0.1 * torch.randn(size.grid_cells, size.width)) if size.grid_cells else None
+        options = {"dropout": size.dropout, "batch_first": True, "config": attention}
+        sizes = (size.width, size.num_heads, size.feedforward_dim)
+        self.question_layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(size.num_layers))
+        self.image_layers = nn.ModuleList(TransformerDecoderLayer(*sizes, **options) for _ in range(size.num_layers))
+        for module in self.modules():
+            if isinstance(module, MultiheadAttention):
+                module.dropout = size.attention_dropout
+        self.question_reduction = AttentionalReduction(size)
+        self.image_reduction = AttentionalReduction(size)
+        self.norm = nn.LayerNorm(size.fused_dim)
+        self.head = nn.Linear(size.fused_dim, len(vocabulary.answers))
+        self.register_buffer("vocabulary_bytes", vocabulary.to_tensor())
+        self.register_buffer("feature_scale", torch.tensor(feature_scale))
+
+    def forward(
+        self,
+        words: Int[Tensor, "b t"],
+        word_mask: Bool[Tensor, "b t"],
+        regions: Float[Tensor, "b r d"],
+        region_mask: Bool[Tensor, "b r"],
+    ) -> Float[Tensor, "b c"]:
+        """Return one logit per answer.
+
+        Args:
+            words: Indices of the vocabulary, padded at the end.
+            word_mask: True where there is a word.
+            regions: Features; what they hold where `region_mask` is False changes nothing.
+            region_mask: True where there is a region.
+        """
+        question, _ = self.lstm(self.embedding(words))
+        # padding is cleared as well as masked: as a query it would carry its noise into the KL
+        regions = torch.where(region_mask[..., None], regions, 0.0) * self.feature_scale
+        image = self.region_proj(regions)
+        if self.place is not None:
+            if len(self.place) != regions.shape[1]:
+                raise ValueError(f"regions has {regions.shape[1]} regions; allowed: grid_cells, {len(self.place)}")
+            image = image + self.place
+        no_word, no_region = ~word_mask, ~region_mask
+        for layer in self.question_layers:
+            question = layer(question, src_key_padding_mask=no_word)
+        for layer in self.image_layers:
+            image = layer(image, question, tgt_key_padding_mask=no_region, memory_key_padding_mask=no_word)
+        fused = self.question_reduction(question, word_mask)[0] + self.image_reduction(image, region_mask)[0]
+        return self.head(self.norm(fused))
+
+    @property
+    def region_attention(self) -> MultiheadAttention:
+        """The attention of the last layer over the regions: the one whose maps are shown."""
+        attention = self.image_layers[-1].self_attn
+        assert isinstance(attention, MultiheadAttention)
+        return attention

@@ -1,0 +1,117 @@
+"""Progress in a terminal, and lines of progress in a file."""
+
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class _Rate(ProgressColumn):
+    """Steps per second, averaged by rich over the last half minute."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s", style="progress.data.speed")
+
+
+@contextmanager
+def progress(console: Console | None = None) -> Iterator[Progress]:
+    """Open a progress display with description, bar, count, rate and time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as display:
+        yield display
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that prints and writes, the only one or the first that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def show_steps(description: str, console: Console, every: float = 30.0) -> Iterator[Callable[[int, int], None]]:
+    """Open a display for one count of steps, and yield the function to call with steps done and to do.
+
+    In a terminal a bar; into a file, where a bar would be noise, a line with the rate and the time left now and then. Of
+    several processes the first one shows.
+
+    Args:
+        description: What is counted.
+        console: Where to.
+        every: Seconds between two lines.
+    """
+    if not is_first_process():
+        yield lambda done, total: None
+        return
+    if not console.is_terminal:
+        yield _StepLines(description, console, every)
+        return
+    with progress(console) as display:
+        task = display.add_task(description, total=None)
+
+        def update(done: int, total: int) -> None:
+            if display.tasks[task].total is None:
+                # a resumed run does not begin at 0, and what is done already says nothing about the rate
+                display.reset(task, total=total, completed=done - 1)
+            display.update(task, completed=done)
+
+        yield update
+
+
+class RunDisplay:
+    """Shows which run of a table is under way: in a terminal a bar, into a file a line for every run.
+
+    Args:
+        console: Where to.
+        total: Runs of the table.
+        bar: Of a terminal.
+    """
+
+    def __init__(self, console: Console, total: int, bar: Progress | None) -> None:
+        self.console, self.total, self.bar = console, total, bar
+        self.task = None if bar is None else bar.add_task("", total=total)
+
+    def begin(self, name: str, done: int) -> None:
+        """Show that a run begins after `done` others."""
+        if self.bar is None or self.task is None:
+            self.console.print(f"{name}: run {done + 1} of {self.total}", soft_wrap=True, highlight=False, markup=False)
+        else:
+            self.bar.update(self.task, description=name)
+
+    def advance(self, done: float | int) -> None:
+        """Show how many runs are done, a fraction for the one under way."""
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=done)
+
+
+@contextmanager
+def show_runs(console: Console, total: int) -> Iterator[RunDisplay]:
+    """Open a display for the runs of a table."""
+    if not console.is_terminal:
+        yield RunDisplay(console, total, None)
+        return
+    with progress(console) as bar:
+        yield RunDisplay(console, total, bar)
+
+
+class _StepLines:
+    """Prints steps done, rate and time left, at most every so many seconds."""
+
+    def __init__(self, description: str, console: Console, every: float) -> None:
+        self.description, self.console, self.every = description, console, every
+        self.first: tuple[float, int] | None = None
+        self.last = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now, done
+        elif now - self.last >= self.every and now > self.first[0]:
+            self.last = now
+            rate = (done - self.first[1]) / (now - self.first[0])
+            left = datetime.timedelta(seconds=round((total - done) / rate)) if rate else "unknown time"
+            line = f"{self.description}: step {done} of {total}, {rate:.3g}/s, {left} left"
+            self.console.print(line, soft_wrap=True, highlight=False)

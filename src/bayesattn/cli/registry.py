@@ -1,0 +1,99 @@
+"""Recipes that the command line can run. Each is announced by an entry point in the group `bayesattn.recipes`.
+
+    [project.entry-points."bayesattn.recipes"]
+    mine = "my_package:RECIPE"                   # RECIPE = Recipe("mine", "what it does", package="my_package")
+
+A recipe is a package with a module `train` (`load_config`, `train_run`) and a folder `configs` of YAML files. These modules
+are optional: `evaluate` (`predict_run`), `reproduce` (`reproduce`), `demo` (`run_demo`) and `commands` (`register`, for
+commands of its own). A module is imported when it is used, because each recipe needs packages of its own.
+"""
+
+import importlib
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+GROUP = "bayesattn.recipes"
+INSTALL = "pip install bayesattn-recipes (in a clone: pip install -e ./recipes)"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the command line needs to know of a recipe before it imports it.
+
+    Attributes:
+        name: As `bayesattn train NAME` has it.
+        summary: One line for `bayesattn list`.
+        package: Dotted name of the package.
+        needs_files: Whether it reads data sets from files.
+        generated: The config field and value of a data set that needs no files, in a recipe that has others.
+    """
+
+    name: str
+    summary: str
+    package: str
+    needs_files: bool = True
+    generated: tuple[str, str] | None = None
+
+    @property
+    def config_folder(self) -> Path:
+        """The folder of its configs."""
+        spec = find_spec(self.package)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"recipe {self.name!r} is announced, but its package {self.package!r} is not installed")
+        return Path(spec.origin).parent / "configs"
+
+    @property
+    def config_names(self) -> list[str]:
+        """The names of its configs."""
+        return sorted(path.stem for path in self.config_folder.glob("*.yaml"))
+
+    def load(self, part: str) -> Any:
+        """Import one of its modules, such as `train`."""
+        module = f"{self.package}.{part}"
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name == module:
+                raise ValueError(f"recipe {self.name!r} has no {part!r}") from None
+            if error.name and error.name.partition(".")[0] in ("bayesattn", self.package.partition(".")[0]):
+                raise
+            raise ValueError(
+                f"recipe {self.name!r} needs the package {error.name!r}; install it with: pip install {error.name}, or all "
+                "of them with: pip install 'bayesattn-recipes[all]'"
+            ) from None
+
+    def has(self, part: str) -> bool:
+        """Whether it has a module of this name."""
+        return find_spec(f"{self.package}.{part}") is not None
+
+    def reads_files(self, config: dict[str, Any]) -> bool:
+        """Whether a run with this config reads files from the folder of the data sets."""
+        if not self.needs_files or self.generated is None:
+            return self.needs_files
+        field, dataset = self.generated
+        value: Any = config
+        for name in field.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value != dataset
+
+
+def installed() -> dict[str, Recipe]:
+    """Return the recipes of all installed packages, by name."""
+    return {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+
+
+def find(name: str) -> Recipe:
+    """Return the recipe of this name.
+
+    Raises:
+        ValueError: No such recipe is installed.
+    """
+    found = installed()
+    if not found:
+        raise ValueError(f"recipe {name!r} is not installed, nor is any other; get the paper's with: {INSTALL}")
+    if name not in found:
+        raise ValueError(f"recipe is {name!r}; installed are {', '.join(map(repr, found))}")
+    return found[name]

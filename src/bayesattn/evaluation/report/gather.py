@@ -1,0 +1,134 @@
+"""Read run folders and line them up: one series for every run and method, one group for series that differ only by seed."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesattn.evaluation.aggregate import Summary, over_runs
+from bayesattn.evaluation.report.labels import flat, row_labels
+from bayesattn.evaluation.report.names import method_name
+from bayesattn.evaluation.runs import (
+    METRICS_FILE,
+    METRICS_SCHEMA,
+    Predictions,
+    RunError,
+    read_json,
+    read_predictions,
+    read_run,
+)
+from bayesattn.metrics import PredictionTable, tabulate_predictions
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read."""
+
+    folder: Path
+    run: dict[str, Any]
+    metrics: dict[str, Any]
+    predictions: Predictions
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only by their seed, predicted with one method.
+
+    Attributes:
+        label: What tables and figures call the group.
+        method: How predictions were drawn.
+        runs: Its runs.
+    """
+
+    label: str
+    method: str
+    runs: list[Run]
+
+    @property
+    def recipe(self) -> str:
+        """The recipe of its runs."""
+        return self.runs[0].run["recipe"]
+
+    @property
+    def num_samples(self) -> int:
+        """Draws per prediction."""
+        return self.runs[0].metrics["methods"][self.method]["num_samples"]
+
+    def splits(self) -> list[str]:
+        """Return the splits that every run of the group has."""
+        others = [run.predictions.splits for run in self.runs]
+        return [name for name in others[0] if all(name in splits for splits in others)]
+
+    def metric(self, split: str, name: str) -> Summary | None:
+        """Return a metric over the group's runs; the interval is over seeds, or the bootstrap's for a single run."""
+        found = [run.metrics["methods"][self.method]["splits"][split]["metrics"].get(name) for run in self.runs]
+        if any(metric is None for metric in found):
+            return None
+        if len(found) == 1:
+            return Summary(found[0]["value"], found[0]["low"], found[0]["high"], 1)
+        return over_runs([metric["value"] for metric in found])
+
+    def pooled_samples(self, split: str) -> Tensor:
+        """Return the draws of all runs, their examples one after the other."""
+        return torch.cat([run.predictions.splits[split].samples[self.method] for run in self.runs], dim=1)
+
+    def pooled_table(self, split: str) -> PredictionTable:
+        """Return one row of numbers per prediction, all runs one after the other; only for splits with labels."""
+        labels = [run.predictions.splits[split].labels for run in self.runs]
+        return self.tabulate(self.pooled_samples(split), torch.cat([part for part in labels if part is not None]))
+
+    def tables(self, split: str) -> list[PredictionTable]:
+        """Return one row of numbers per prediction, for every run; only for splits with labels."""
+        parts = [run.predictions.splits[split] for run in self.runs]
+        return [self.tabulate(part.samples[self.method], part.labels) for part in parts if part.labels is not None]
+
+    def tabulate(self, samples: Tensor, labels: Tensor) -> PredictionTable:
+        """Return one row of numbers per prediction, with the task and the test of the group's runs."""
+        predictions = self.runs[0].predictions
+        return tabulate_predictions(samples, labels, task=predictions.task, test=predictions.test)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read run folders that have been evaluated.
+
+    Raises:
+        RunError: A folder is no run, was not evaluated, or its files do not belong together.
+    """
+    if not folders:
+        raise ValueError("folders is empty; allowed: at least one run folder")
+    counts = Counter(folder.resolve() for folder in folders)
+    for folder in folders:
+        # it would pass for a second seed
+        if counts[folder.resolve()] > 1:
+            raise ValueError(f"{folder} is given {counts[folder.resolve()]} times; allowed: every run once")
+    runs = []
+    for folder in folders:
+        run, predictions = read_run(folder), read_predictions(folder)
+        metrics = read_json(folder / METRICS_FILE, METRICS_SCHEMA)
+        measured = {(method, split) for method, result in metrics["methods"].items() for split in result["splits"]}
+        predicted = {(method, split) for method in predictions.methods for split in predictions.splits}
+        if measured != predicted:
+            raise RunError(f"{folder}: {METRICS_FILE} is not of these predictions; run `bayesattn evaluate {folder}` again")
+        runs.append(Run(folder, run, metrics, predictions))
+    return runs
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group runs by recipe, config without its seed, and method, in the order they came."""
+    same: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps([run.run["recipe"], flat(run.run["config"])], sort_keys=True)
+        same.setdefault(key, []).append(run)
+    labels = row_labels([members[0].run for members in same.values()])
+    groups = []
+    for label, members in zip(labels, same.values()):
+        methods = [
+            method for method in members[0].predictions.methods if all(method in m.predictions.methods for m in members)
+        ]
+        groups += [Group(f"{label}, {method_name(method)}", method, members) for method in methods]
+    return groups

@@ -1,0 +1,181 @@
+"""What a model said about every split, as one safetensors file with JSON metadata, checked when it is read."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from bayesattn.files import RunError, read_tensors, write_tensors
+
+PREDICTIONS_SCHEMA = "bayesattn.predictions/1"
+PREDICTIONS_FILE = "predictions.safetensors"
+
+
+@dataclass(frozen=True)
+class EdgeWeights:
+    """Sampled attention on the edges into the nodes of a split, for runs on graphs.
+
+    Attributes:
+        nodes: Number in the graph of every example `n`.
+        index: Source and target of every edge, `2 e`.
+        weights: Sampled weights, `s e`.
+        source_labels: Class of every source, `e`; −1 where it is unknown.
+    """
+
+    nodes: Tensor
+    index: Tensor
+    weights: Tensor
+    source_labels: Tensor
+
+
+@dataclass(frozen=True)
+class SplitPredictions:
+    """What a model said about one data split.
+
+    Attributes:
+        samples: By method, class probabilities, draws first: `s n c`, with s = 1 where nothing is drawn.
+        labels: Right classes `n`, or targets `n c` from 0 to 1 for a multilabel task; None where there is no right answer
+            (out-of-distribution data).
+        inputs: Images `n height width`, or `n height width 3` in RGB (uint8), to show in the report; optional.
+        attention: Named attention maps over the keys, `n heads keys` each: `mean`, `std`, `prior`; optional.
+        texts: One text per example to show beside it, such as a question; optional.
+        edges: Attention on edges, where the examples are nodes of a graph; optional.
+    """
+
+    samples: dict[str, Tensor]
+    labels: Tensor | None = None
+    inputs: Tensor | None = None
+    attention: dict[str, Tensor] = field(default_factory=dict)
+    texts: list[str] | None = None
+    edges: EdgeWeights | None = None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The predictions of one run on all its splits.
+
+    Attributes:
+        splits: By name, in the order of reports. `validation` is for choosing thresholds and temperatures only.
+        class_names: One per class.
+        methods: What was drawn: `mean` (nothing), `attention`, `dropout` or `attention+dropout`.
+        seed: Seed of the draws.
+        key_grid: Rows and columns that the last keys form over an image; None where keys have no such place.
+        task: Whether the classes exclude each other (`multiclass`) or each has its own probability (`multilabel`).
+        test: Behind the p-values; see `metrics.top_two_p_value`.
+    """
+
+    splits: dict[str, SplitPredictions]
+    class_names: list[str]
+    methods: list[str]
+    seed: int
+    key_grid: tuple[int, int] | None = None
+    task: Literal["multiclass", "multilabel"] = "multiclass"
+    test: Literal["paired", "welch", "pooled", "wilcoxon"] = "paired"
+
+
+def write_predictions(folder: Path, predictions: Predictions) -> None:
+    """Write `predictions.safetensors`: tensors named `split number/part`, everything else in the metadata."""
+    tensors: dict[str, Tensor] = {}
+    for index, split in enumerate(predictions.splits.values()):
+        parts = {"labels": split.labels, "inputs": split.inputs}
+        parts |= {f"samples/{method}": value for method, value in split.samples.items()}
+        parts |= {f"attention/{name}": value for name, value in split.attention.items()}
+        parts |= {f"edges/{name}": value for name, value in vars(split.edges).items()} if split.edges else {}
+        tensors |= {f"{index}/{name}": value for name, value in parts.items() if value is not None}
+    meta = {
+        "schema": PREDICTIONS_SCHEMA,
+        "splits": list(predictions.splits),
+        "class_names": predictions.class_names,
+        "methods": predictions.methods,
+        "seed": predictions.seed,
+        "key_grid": predictions.key_grid,
+        "task": predictions.task,
+        "test": predictions.test,
+        "texts": {name: split.texts for name, split in predictions.splits.items() if split.texts is not None},
+    }
+    write_tensors(folder / PREDICTIONS_FILE, tensors, {"bayesattn": json.dumps(meta)})
+
+
+def read_predictions(folder: Path) -> Predictions:
+    """Read `predictions.safetensors` and check that names and shapes fit together."""
+    path = folder / PREDICTIONS_FILE
+    if not path.exists():
+        raise RunError(f"{folder} holds no {PREDICTIONS_FILE}; run `bayesattn evaluate {folder}` first")
+    tensors, header = read_tensors(path)
+    try:
+        meta = json.loads(header.get("bayesattn", "{}"))
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} has metadata that is not JSON: {error}") from None
+    if not isinstance(meta, dict) or meta.get("schema") != PREDICTIONS_SCHEMA:
+        raise RunError(f"{path} was not written by bayesattn: its metadata has no schema {PREDICTIONS_SCHEMA!r}")
+    missing = sorted({"splits", "class_names", "methods", "seed"} - meta.keys())
+    if missing or not meta["splits"] or not meta["methods"]:
+        raise RunError(f"{path} lacks {missing or 'splits or methods'} in its metadata")
+    for name in ("splits", "class_names", "methods"):
+        if not isinstance(meta[name], list) or not all(isinstance(entry, str) for entry in meta[name]):
+            raise RunError(f"{path} has {name} that are not a list of names")
+    key_grid = meta.get("key_grid")
+    if key_grid is not None and not (
+        isinstance(key_grid, list) and len(key_grid) == 2 and all(type(entry) is int and entry > 0 for entry in key_grid)
+    ):
+        raise RunError(f"{path} has a key_grid that is not null or two positive integers")
+    # files from before there were multilabel tasks have none of these three
+    task, test, texts = meta.get("task", "multiclass"), meta.get("test", "paired"), meta.get("texts", {})
+    if task not in ("multiclass", "multilabel") or test not in ("paired", "welch", "pooled", "wilcoxon"):
+        raise RunError(f"{path} has task {task!r} and test {test!r}, of which one is unknown")
+    if not isinstance(texts, dict) or not all(
+        isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts.values()
+    ):
+        raise RunError(f"{path} has texts that are not lists of words by split")
+    splits = {}
+    for index, name in enumerate(meta["splits"]):
+        parts = {key.removeprefix(f"{index}/"): value for key, value in tensors.items() if key.startswith(f"{index}/")}
+        splits[name] = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]), texts.get(name))
+    return Predictions(
+        splits,
+        meta["class_names"],
+        meta["methods"],
+        meta["seed"],
+        None if key_grid is None else tuple(key_grid),
+        task,
+        test,
+    )
+
+
+def _checked_split(
+    path: Path, name: str, parts: dict[str, Tensor], methods: list[str], num_classes: int, texts: list[str] | None
+) -> SplitPredictions:
+    samples = {method: parts.get(f"samples/{method}") for method in methods}
+    num_examples = next((value.shape[1] for value in samples.values() if value is not None and value.ndim == 3), None)
+    for method, value in samples.items():
+        if value is None or value.ndim != 3 or len(value) < 1 or value.shape[1:] != (num_examples, num_classes):
+            shape = None if value is None else tuple(value.shape)
+            raise RunError(
+                f"{path}: samples of method {method!r}, split {name!r} have shape {shape}; "
+                f"allowed: (draws, {num_examples}, {num_classes})"
+            )
+    for part, value in parts.items():
+        if not part.startswith(("samples/", "edges/")) and value.shape[:1] != (num_examples,):
+            entries = value.shape[0] if value.ndim else "no"
+            raise RunError(f"{path}: {part} of split {name!r} has {entries} entries; allowed: {num_examples}")
+    if texts is not None and len(texts) != num_examples:
+        raise RunError(f"{path}: texts of split {name!r} has {len(texts)} entries; allowed: {num_examples}")
+    attention = {key.removeprefix("attention/"): value for key, value in parts.items() if key.startswith("attention/")}
+    kept = {method: value for method, value in samples.items() if value is not None}
+    edges = {key.removeprefix("edges/"): value for key, value in parts.items() if key.startswith("edges/")}
+    shown = _checked_edges(path, name, edges, num_examples)
+    return SplitPredictions(kept, parts.get("labels"), parts.get("inputs"), attention, texts, shown)
+
+
+def _checked_edges(path: Path, name: str, parts: dict[str, Tensor], num_examples: int | None) -> EdgeWeights | None:
+    if not parts:
+        return None
+    shapes = {key: tuple(value.shape) for key, value in parts.items()}
+    count = shapes.get("index", (0, 0))[-1]
+    draws = shapes.get("weights", (0, 0))[0]
+    expected = {"nodes": (num_examples,), "index": (2, count), "weights": (draws, count), "source_labels": (count,)}
+    if shapes != expected or draws < 2:
+        raise RunError(f"{path}: edges of split {name!r} have shapes {shapes}; allowed: {expected}, at least two draws")
+    return EdgeWeights(**parts)

@@ -1,0 +1,1 @@
+"""Other libraries' models and training loops: transformers, PyTorch Geometric, Lightning. Each is imported on its own."""

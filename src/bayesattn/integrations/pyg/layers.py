@@ -1,0 +1,273 @@
+"""GAT and GATv2 with sampled edge weights: to construct, or what `bayesianize` turns PyG's instances into.
+
+    Φ_e per edge and head → W = softmax over the edges into a node of log S        (Sec. 4.1 of the paper, sparse)
+
+The key of an edge is its source node's projected features. Each constructor takes PyG's arguments and, by keyword:
+
+    config         which posterior and prior
+    prior_scope    over which nodes a contextual prior sums to one: `graph`, all nodes that are somebody's source, as
+                   published; `neighbourhood`, the sources of each target, as the derivation, one softmax a row, asks
+    value_dropout  dropout of the features that are averaged, but not of those that scores and prior see
+    backend        passed to `functional.edge_attention`
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
+
+from bayesattn.config import AttentionConfig
+from bayesattn.functional import EdgeBackend, PriorScope
+from bayesattn.integrations.pyg.attention import Call, EdgeAttentionModule, sorted_edges
+from bayesattn.ops.segment import plain
+from bayesattn.ops.segment.pairs import FeatureScores, PairScores
+
+
+class _PairLayer(EdgeAttentionModule):
+    """GAT and GATv2: PyG's forward asks `edge_updater` for the weights, then `propagate` for the sums."""
+
+    dropout: float
+
+    def edge_updater(self, edge_index, size=None, **kwargs):
+        """Return the scores of the edges; weights are drawn in `propagate`, unless PyG passes the messages."""
+        if self._is_stock:
+            # a call that failed between the two has left its own
+            self._call = None
+            return super().edge_updater(edge_index, size=size, **kwargs)  # type: ignore[misc]
+        source, target = self._by_flow(kwargs["alpha"] if "alpha" in kwargs else kwargs["x"])
+        num_targets = len(source) if size is None else self._by_flow(size)[1]
+        self._call = call = self._open(edge_index, len(source), num_targets if target is None else len(target))
+        if call.passes_messages:
+            return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)  # type: ignore[arg-type]
+        edge_attr = kwargs["edge_attr"]
+        pair = self._pair(call, source, target, edge_attr)
+        if pair is not None:
+            return pair
+        return self._scores(
+            call.ops.lift_source(source, call.edges),
+            None if target is None else call.ops.lift_target(target, call.edges),
+            None if edge_attr is None else call.edges.from_given(edge_attr),
+        )
+
+    def propagate(self, edge_index, size=None, **kwargs):
+        """Draw the weights and average; the keys of the prior are the source nodes' features."""
+        call = self._call
+        if call is None:
+            is_watched = self.explain or self.decomposed_layers > 1
+            propagate = MessagePassing.propagate.__get__(self) if is_watched else super().propagate  # type: ignore[misc]
+            return propagate(edge_index, size=size, **kwargs)
+        keys, other = self._by_flow(kwargs["x"])
+        if call.passes_messages:
+            kwargs["x"] = self._by_flow((self._drop_value(keys), other))
+            output = MessagePassing.propagate(self, edge_index, size=size, **kwargs)  # type: ignore[arg-type]
+            output = self._record_messages(call, output, keys)
+        else:
+            output, _, dropped, _ = self._attend(call, kwargs["alpha"], keys, keys, self.dropout)
+            self._weights = call.edges.to_given(dropped) if self._wants_weights and dropped is not None else None
+        self._call = None
+        return output
+
+    def _draw_lifted(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        """Return the weights of edges where PyG has lifted the nodes and passes the messages."""
+        return self._drop_weights(self._draw(self._scores(source, target, edge_attr)), self.dropout)
+
+    def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        """Return Φ of the edges from what they see of source, target and themselves."""
+        raise NotImplementedError
+
+    def _pair(self, call: Call, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> PairScores | None:
+        """Return what the scores are made of, where the kernels may take that instead of them."""
+        return None
+
+    def _by_flow(self, pair: Any) -> Any:
+        """Turn what PyG has for its sides 0 and 1 into (source, target), and back."""
+        return pair if self.flow == "source_to_target" else (pair[1], pair[0])
+
+    def _with_weights(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """Ask PyG's forward for its weights, and put the drawn ones where it has the scores."""
+        self._wants_weights = True
+        try:
+            result = forward(*args, return_attention_weights=True)
+            return result if self._weights is None else (result[0], (result[1][0], self._weights))
+        finally:
+            self._wants_weights, self._weights = False, None
+
+
+class BayesianGATConv(_PairLayer, GATConv):
+    """`torch_geometric.nn.GATConv` with sampled edge weights.
+
+    Args:
+        in_channels: As in PyG, like the arguments up to `config`.
+        out_channels: Features of a head.
+        heads: Number of heads.
+        concat: Concatenate the heads, or average them.
+        negative_slope: Of the LeakyReLU in Φ.
+        dropout: Of the sampled weights.
+        add_self_loops: Give every node an edge to itself.
+        edge_dim: Features of an edge.
+        fill_value: Edge features of the self loops.
+        bias: Learn an additive bias.
+        residual: Add a learned skip connection.
+        config: Which posterior and prior.
+        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        value_dropout: Dropout of the averaged features.
+        backend: Of `functional.edge_attention`.
+        **kwargs: Of PyG's `MessagePassing`.
+
+    Example:
+        >>> import torch
+        >>> layer = BayesianGATConv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        residual: bool = False,
+        *,
+        config: AttentionConfig,
+        prior_scope: PriorScope = "graph",
+        value_dropout: float = 0.0,
+        backend: EdgeBackend = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
+            residual, **kwargs,
+        )  # fmt: skip
+        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+
+    def forward(self, x, edge_index, edge_attr=None, size=None, return_attention_weights=None):
+        """As PyG's."""
+        if return_attention_weights:
+            return self._with_weights(super().forward, x, edge_index, edge_attr, size)
+        if edge_attr is None and size is None and self._takes_features(x, edge_index):
+            return self._forward_from_features(x, edge_index)
+        return super().forward(x, edge_index, edge_attr, size)
+
+    def _takes_features(self, x: Any, edge_index: Any) -> bool:
+        """Whether kernels may do all that lies between projection and bias: one set of nodes, and nobody watches."""
+        if self._is_stock or not isinstance(x, Tensor) or type(edge_index) is not Tensor or self.lin is None:
+            return False
+        is_usual = x.dim() == 2 and self.negative_slope >= 0.0 and not self.value_dropout
+        is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return is_usual and not is_traced and self._takes_parts(x.is_cuda) and not self._passes_messages(edge_index)
+
+    def _forward_from_features(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """PyG's forward, with the self loops of a graph added once and one autograd node from its projected features on."""
+        assert self.lin is not None
+        features = self.lin(x).view(-1, self.heads, self.out_channels)
+        edges = sorted_edges(self, edge_index, x.shape[0], x.shape[0], loops=self.add_self_loops)
+        att_source, att_target = self._by_flow((self.att_src, self.att_dst))
+        scores = FeatureScores(features, att_source, att_target, self.negative_slope)
+        call = Call(edges, plain, passes_messages=False, takes_parts=True)
+        output = self._attend(call, scores, features, features, self.dropout).output
+        output = output.flatten(1) if self.concat else output.mean(dim=1)
+        if self.res is not None:
+            output = output + self.res(x)
+        return output if self.bias is None else output + self.bias
+
+    def edge_update(self, alpha_j, alpha_i, edge_attr, index, ptr, dim_size):
+        """Score the edges as PyG does and draw their weights."""
+        if self._call is None:
+            return super().edge_update(alpha_j, alpha_i, edge_attr, index, ptr, dim_size)
+        return self._draw_lifted(alpha_j, alpha_i, edge_attr)
+
+    def _pair(self, call: Call, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> PairScores | None:
+        if not call.takes_parts or target is None or self.negative_slope < 0.0:
+            return None
+        has_features = edge_attr is not None and self.lin_edge is not None
+        return None if has_features else PairScores(source, target, self.negative_slope)
+
+    def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        # both are gathers of this call alone: to write over them saves a third of the arrays per edge
+        scores = source if target is None else source.add_(target)
+        if edge_attr is not None and self.lin_edge is not None:
+            features = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
+            scores = scores + (features.view(-1, self.heads, self.out_channels) * self.att_edge).sum(dim=-1)
+        return F.leaky_relu(scores, self.negative_slope, inplace=self.negative_slope >= 0.0)
+
+
+class BayesianGATv2Conv(_PairLayer, GATv2Conv):
+    """`torch_geometric.nn.GATv2Conv` with sampled edge weights.
+
+    Args:
+        in_channels: As in PyG, like the arguments up to `config`.
+        out_channels: Features of a head.
+        heads: Number of heads.
+        concat: Concatenate the heads, or average them.
+        negative_slope: Of the LeakyReLU in Φ.
+        dropout: Of the sampled weights.
+        add_self_loops: Give every node an edge to itself.
+        edge_dim: Features of an edge.
+        fill_value: Edge features of the self loops.
+        bias: Learn an additive bias.
+        share_weights: One projection for sources and targets.
+        residual: Add a learned skip connection.
+        config: Which posterior and prior.
+        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        value_dropout: Dropout of the averaged features.
+        backend: Of `functional.edge_attention`.
+        **kwargs: Of PyG's `MessagePassing`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        share_weights: bool = False,
+        residual: bool = False,
+        *,
+        config: AttentionConfig,
+        prior_scope: PriorScope = "graph",
+        value_dropout: float = 0.0,
+        backend: EdgeBackend = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
+            share_weights, residual, **kwargs,
+        )  # fmt: skip
+        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+
+    def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
+        """As PyG's."""
+        if return_attention_weights:
+            return self._with_weights(super().forward, x, edge_index, edge_attr)
+        return super().forward(x, edge_index, edge_attr)
+
+    def edge_update(self, x_j, x_i, edge_attr, index, ptr, dim_size):
+        """Score the edges as PyG does and draw their weights."""
+        if self._call is None:
+            return super().edge_update(x_j, x_i, edge_attr, index, ptr, dim_size)
+        return self._draw_lifted(x_j, x_i, edge_attr)
+
+    def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
+        assert target is not None
+        x = target + source
+        if edge_attr is not None:
+            assert self.lin_edge is not None
+            features = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
+            x = x + features.view(-1, self.heads, self.out_channels)
+        return (F.leaky_relu(x, self.negative_slope) * self.att).sum(dim=-1)

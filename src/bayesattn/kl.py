@@ -1,0 +1,287 @@
+"""Collect the KL of every attention call inside a scope, with gradients that survive activation checkpointing.
+
+    with record_kl() as kl:
+        loss = model(x).loss
+    loss = elbo(loss, kl.total(), kl_weight=kl_weight).loss
+
+One entry per *call*: ALBERT runs one module twelve times, a decoder once a step. Without a scope modules skip the KL
+altogether.
+
+Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant checkpointing is the exception: it runs
+the forward without a graph and again, with one, during the backward pass, when the scope is long closed. For such
+entries `total()` returns a value whose backward notes the gradient it receives (that is, the KL weight), and the
+recomputed call hangs its KL onto its output with an identity that adds this gradient (`_Carry`). If the
+recomputation never comes, the KL would silently count for nothing: that raises.
+
+Non-reentrant checkpointing needs less: its recomputation only has to compute the KL again wherever the forward did,
+so that both save the same tensors. Every module remembers whether its last forward pass with gradients recorded.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bayesattn.watch import check_changes
+
+_local = threading.local()
+
+# backward pass (graph task) → the scope whose reentrant entries it has to recompute
+_replaying: dict[int, "KLScope"] = {}
+
+
+@dataclass(eq=False)
+class KLScope:
+    """The KLs recorded inside one `record_kl()` block."""
+
+    _names: list[str] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    # which entries were computed under no_grad; any other without a graph is a constant (frozen parameters)
+    _is_detached: list[bool] = field(default_factory=list)
+    _is_read: bool = False
+    # detached entries, still to be recomputed in backward, and the KL weight to give them
+    _num_detached: int = 0
+    _num_carried: int = 0
+    _weight: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """Return the KL of one example: summed over calls, averaged over the batch. May be read once.
+
+        Raises:
+            RuntimeError: The scope was read before, or nothing was recorded.
+        """
+        if self._is_read:
+            raise RuntimeError("kl.total() was read before: the KL would count twice; use kl.per_layer() for logging")
+        if not self._values:
+            raise RuntimeError(
+                "nothing was recorded: the model ran no Bayesian attention with a KL inside this record_kl() scope, "
+                "or it ran outside of it"
+            )
+        self._is_read = True
+        entries = list(zip(self._values, self._is_detached, strict=True))
+        terms = [_mean(value) for value, is_detached in entries if not is_detached]
+        detached = [_mean(value) for value, is_detached in entries if is_detached]
+        self._num_detached = len(detached)
+        if detached and torch.is_grad_enabled():
+            anchor = torch.zeros((), device=detached[0].device, requires_grad=True)
+            terms.append(_NoteWeight.apply(anchor, _sum(detached), self))
+        else:
+            terms += detached
+        return _sum(terms)
+
+    def per_layer(self) -> dict[str, Tensor]:
+        """Return the KL of each module, summed over its calls and averaged over the batch; for logging, no gradient."""
+        layers: dict[str, Tensor] = {}
+        for name, value in zip(self._names, self._values, strict=True):
+            mean = _mean(value.detach())
+            layers[name] = layers[name] + mean if name in layers else mean
+        return layers
+
+    def per_call(self) -> list[tuple[str, Tensor]]:
+        """Return (module name, KL per example) of every call in order; for logging, no gradient."""
+        return [(name, value.detach()) for name, value in zip(self._names, self._values, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@contextmanager
+def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
+    """Open a scope that collects the KL of every Bayesian attention call in this thread. Scopes do not nest.
+
+    Args:
+        model: Gives the entries the names that the modules have in it; otherwise they go by their class. With it, a
+            training whose optimizer does not change the priors gets a warning.
+    """
+    if _active_scope() is not None:
+        raise RuntimeError("record_kl() inside record_kl(): every KL would count twice; use one scope for the whole step")
+    if model is not None:
+        check_changes(model)
+    for name, module in model.named_modules() if model is not None else ():
+        if hasattr(module, "kl_name"):
+            setattr(module, "kl_name", name)  # noqa: B010  (not every module has one)
+    scope = KLScope()
+    _local.scope = scope
+    try:
+        yield scope
+    finally:
+        _local.scope = None
+
+
+def is_recording(module: torch.nn.Module) -> bool:
+    """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call."""
+    if _in_backward():
+        return _replayed_scope() is not None or getattr(module, "_recorded_last", False)
+    recording = _active_scope() is not None
+    has_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # only where it changes: a module takes its time to be given an attribute
+    if has_graph and getattr(module, "_recorded_last", None) is not recording:
+        setattr(module, "_recorded_last", recording)  # noqa: B010  (not an attribute nn.Module knows)
+    return recording
+
+
+def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
+    """Add one call's KL to the open scope and return `output`, which carries the gradient where it must.
+
+    Args:
+        output: The attention output; always use the returned tensor in its place.
+        kl: KL of each example.
+        module: Who made the call; its `kl_name` names the entry.
+    """
+    if _in_backward():
+        # recorded in the forward pass; a scope that is still open must not see it twice
+        scope = _replayed_scope()
+        return output if scope is None else _Carry.apply(output, kl, scope)
+    scope = _active_scope()
+    if scope is not None:
+        if scope._is_read:
+            raise RuntimeError(
+                f"{module.kl_name} was called after kl.total() was read: its KL would count for nothing; read the total "
+                "after the last call"
+            )
+        scope._names.append(str(module.kl_name))
+        scope._values.append(kl)
+        scope._is_detached.append(not torch.is_grad_enabled())
+        # all parameters of a node of autograd's are reachable from each of its outputs; a compiled graph is one, too
+        if kl.requires_grad and not torch.compiler.is_compiling() and kl.grad_fn is not output.grad_fn:
+            return _Link.apply(output, kl)
+    return output
+
+
+def _active_scope() -> KLScope | None:
+    return getattr(_local, "scope", None)
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _replayed_scope() -> KLScope | None:
+    return _replaying.get(torch._C._current_graph_task_id())
+
+
+def _mean(kl: Tensor) -> Tensor:
+    # a graph is one example, and needs neither sum nor quotient, nor their gradients
+    if kl.numel() == 1:
+        return kl.reshape(())
+    # 0 for a zero-length batch, where mean() is NaN
+    return kl.sum() / max(kl.numel(), 1)
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack([value.to(values[0].device) for value in values]).sum()
+
+
+class _NoteWeight(torch.autograd.Function):
+    """Identity on the value; its backward runs before the layers' and opens the scope for their recomputation."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, value: Tensor, scope: KLScope) -> Tensor:
+        ctx.scope = scope
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        scope, task = ctx.scope, torch._C._current_graph_task_id()
+        scope._weight, scope._num_carried = grad, 0
+        _replaying[task] = scope
+
+        def close() -> None:
+            _replaying.pop(task, None)
+            if scope._num_carried != scope._num_detached:
+                raise RuntimeError(
+                    f"{scope._num_detached - scope._num_carried} of {scope._num_detached} recorded KLs lost their gradient: "
+                    "they were computed under torch.no_grad() and no backward pass recomputed them. Record the KL with "
+                    "gradients on, or with one level of checkpoint(..., use_reentrant=True or False)"
+                )
+
+        torch.autograd.Variable._execution_engine.queue_callback(close)
+        return None, None, None
+
+
+class _Carry(torch.autograd.Function):
+    """Identity on the output that adds the noted KL weight to the gradient of the recomputed KL."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, kl: Tensor, scope: KLScope) -> Tensor:
+        ctx.scope, ctx.kl_shape, ctx.kl_dtype = scope, kl.shape, kl.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        scope = ctx.scope
+        scope._num_carried += 1
+        weight = scope._weight.to(device=grad_output.device, dtype=ctx.kl_dtype)
+        return grad_output, (weight / max(ctx.kl_shape.numel(), 1)).expand(ctx.kl_shape), None
+
+
+class _Link(torch.autograd.Function):
+    """Identity on the output that makes the KL's parameters reachable from it, and gives them no gradient.
+
+    DDP with `find_unused_parameters=True` (the transformers Trainer's default) looks for parameters from the model's
+    outputs; a prior that only the KL reaches would count as unused, and then fail when its gradient comes.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, kl: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, None
+
+
+@dataclass
+class EntropyScope:
+    """Sum over examples of the normalised entropy of their attention, and how many they are."""
+
+    total: Tensor | float = 0.0
+    count: int = 0
+
+
+@contextmanager
+def observe_entropy() -> Iterator[EntropyScope]:
+    """Open a scope that measures how spread the mean attention weights of every call in this thread are.
+
+    Of each row the entropy of softmax(Φ), divided by the logarithm of its number of allowed keys: 1 is uniform, 0 one key.
+    Rows with a single key or none say nothing and are left out. It costs a pass over the scores, so not for every step.
+    """
+    before, _local.entropy = getattr(_local, "entropy", None), EntropyScope()
+    try:
+        yield _local.entropy
+    finally:
+        _local.entropy = before
+
+
+def is_observing_entropy() -> bool:
+    """Whether a call's scores are wanted by an `observe_entropy()` scope."""
+    return getattr(_local, "entropy", None) is not None and not _in_backward()
+
+
+def note_entropy(weights: Tensor, mask: Tensor | None) -> None:
+    """Add one call to the open `observe_entropy()` scope.
+
+    Args:
+        weights: Mean weights, `b h m n`.
+        mask: True where a query may attend, broadcastable to the weights.
+    """
+    scope: EntropyScope = _local.entropy
+    weights = weights.detach()
+    keys = weights.new_full((), weights.shape[-1]) if mask is None else mask.expand_as(weights).sum(dim=-1)
+    has_choice = (keys > 1).expand(weights.shape[:-1])
+    share = torch.special.entr(weights).sum(dim=-1) / torch.log(keys.clamp(min=2).to(weights.dtype))
+    rows = has_choice.sum(dim=(1, 2)).clamp(min=1)
+    scope.total = scope.total + ((share * has_choice).sum(dim=(1, 2)) / rows).sum()
+    scope.count += weights.shape[0]

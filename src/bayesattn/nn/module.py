@@ -1,0 +1,101 @@
+"""What every Bayesian attention module shares: a config, a prior, a sampling switch and a name for its KL."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesattn.config import AttentionConfig
+from bayesattn.kl import is_recording, record
+from bayesattn.priors import ContextualPrior
+from bayesattn.watch import PRIOR_NAME, RIVAL_NAME
+
+
+class BayesianModule(nn.Module):
+    """Mixin for modules that sample attention weights.
+
+    `train()` samples; `eval()` gives the posterior mean, which is the deterministic module, unless `sampling(model)`
+    switches the draws on.
+    """
+
+    config: AttentionConfig
+    bayes_prior: ContextualPrior | None
+    # what takes the place of softmax and average where the config names a rival (`baselines.RivalAttention`)
+    bayes_rival: Any
+    # a subclass whose scores are of edges says so
+    on_edges: bool = False
+    # both are set from outside: by `sampling(model)`, and by `record_kl(model)`
+    samples_in_eval: bool
+    drops_in_eval: bool
+    kl_name: str
+
+    def _init_bayesian(
+        self,
+        config: AttentionConfig,
+        *,
+        key_dim: int | None,
+        num_heads: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        takes_rival: bool = True,
+    ) -> None:
+        if not isinstance(config, AttentionConfig):
+            raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
+        is_contextual = not (takes_rival and config.is_rival) and config.prior_kind == "contextual"
+        if takes_rival:
+            config.check_layers(on_edges=self.on_edges)
+        if (is_contextual or config.needs_key_dim) and key_dim is None:
+            raise ValueError(f"key_dim is None; allowed for {config.variant}: the number of features of a key")
+        self.config = config
+        self.samples_in_eval = False
+        self.drops_in_eval = False
+        self.kl_name = type(self).__name__
+        self.bayes_prior = None
+        self.bayes_rival = None
+        if takes_rival and config.is_rival:
+            # one that has a prior keeps it to itself
+            self.bayes_rival = config.build_rival(head_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        if is_contextual:
+            assert key_dim is not None
+            self.bayes_prior = ContextualPrior(key_dim, num_heads, config, device=device, dtype=dtype)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the next call draws its weights."""
+        return self.config.is_stochastic and (self.training or self.samples_in_eval)
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the next call's KL reaches anyone."""
+        return self.config.has_kl and is_recording(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next call is deterministic attention: nothing is drawn and no KL computed."""
+        return not (self.is_sampling or self.needs_kl) if self.bayes_rival is None else self.bayes_rival.is_idle
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        # torch.jit.script asks here. A plain module that one could return would take this one's place in the model
+        raise RuntimeError(
+            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript knows neither configs nor draws. Use "
+            "torch.jit.trace or torch.export on the model in eval mode, torch.compile to train it, or script a converted "
+            "model after restore(model)"
+        )
+
+    def _dropout(self, p: float) -> float:
+        return p if self.training or self.drops_in_eval else 0.0
+
+    def _record(self, output: Tensor, kl: Tensor | None) -> Tensor:
+        return output if kl is None else record(output, kl, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the scope that switched these on ends for the module it was opened on, and not for a copy
+        return {**super().__getstate__(), "samples_in_eval": False, "drops_in_eval": False}
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        # a checkpoint of the deterministic module knows no prior: keep the fresh one. A partial prior stays an error.
+        for name, part in ((PRIOR_NAME, self.bayes_prior), (RIVAL_NAME, self.bayes_rival)):
+            own = f"{prefix}{name}."
+            if part is not None and not any(key.startswith(own) for key in state_dict):
+                state_dict.update({f"{own}{key}": value for key, value in part.state_dict().items()})
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

@@ -1,0 +1,54 @@
+"""Noise that belongs to a sequence: the draw of a row depends on (seed of the sequence, layer, position), on nothing else.
+
+So a sequence keeps its noise while tokens are appended to it, whether a cache holds the past or the whole sequence is
+computed again, with beams around it and in any batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from bayesattn.noise.keyed import derive_seeds
+
+
+class NoiseStream:
+    """Hands out one seed per query row.
+
+    Args:
+        seeds: One seed per sequence.
+        layers: The attention modules that will ask, in the model's order.
+    """
+
+    def __init__(self, seeds: Int[Tensor, " s"], layers: Sequence[object]) -> None:
+        self.seeds = seeds
+        self.offset = 0
+        self._index = {id(layer): i for i, layer in enumerate(layers)}
+        self._calls: dict[int, int] = {}
+
+    def start_forward(self, offset: int) -> None:
+        """Begin a forward pass whose first query stands at position `offset` of its sequence."""
+        self.offset = offset
+        self._calls.clear()
+
+    def dropped_keys(self, num_queries: int, num_keys: int) -> int:
+        """Return how many keys before the first one a sliding window has dropped, in self-attention."""
+        return max(self.offset + num_queries - num_keys, 0)
+
+    def row_seeds(self, layer: object, batch: int, num_queries: int) -> Int[Tensor, " rows"]:
+        """Return the seeds of `batch` × `num_queries` rows of the next call of `layer`.
+
+        Entries of the batch in excess of the sequences are beams: consecutive ones share a sequence.
+        """
+        if batch % self.seeds.shape[0]:
+            raise ValueError(
+                f"the batch has {batch} entries; allowed with {self.seeds.shape[0]} noise seeds: a multiple of that"
+            )
+        # a module that is called several times in one forward pass (ALBERT) counts as several layers
+        call = self._calls.get(id(layer), 0)
+        self._calls[id(layer)] = call + 1
+        depth = self._index[id(layer)] + call * len(self._index)
+        seeds = self.seeds.repeat_interleave(batch // self.seeds.shape[0])[:, None]
+        position = torch.arange(self.offset, self.offset + num_queries, device=seeds.device)[None, :]
+        return derive_seeds(seeds, torch.full_like(position, depth), position).flatten()

@@ -1,0 +1,1 @@
+"""What the kernels of attention, segments and priors share: launching, precision, random draws, tiles."""

@@ -1,0 +1,255 @@
+"""Prediction: the posterior mean is one ordinary `eval()` pass; here are M samples and what they say (Sec. 4, App. C).
+
+with sampling(model):            # draw in eval mode
+    model(x)
+pred = predict(model, x, num_samples=20, seed=0)
+pred.mean, pred.entropy, pred.mutual_information, pred.p_value
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from bayesattn import checks
+from bayesattn.batching import BatchDims, batch_axes, repeated, split_draws
+from bayesattn.metrics.disagreement import entropy
+from bayesattn.metrics.significance import top_two_p_value
+from bayesattn.nn import BayesianModule
+from bayesattn.noise.keyed import example_seeds, keyed_noise
+from bayesattn.noise.specification import draw_seed
+
+Task = Literal["multiclass", "multilabel", "regression"]
+
+
+@contextmanager
+def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
+    """Draw attention weights although the model is in eval mode; everything else stays as in eval.
+
+    Scopes inside each other add up. A copy of the model made inside one draws no attention weights; dropout layers that are
+    awake stay so in the copy until its `eval()`.
+
+    Args:
+        model: A model with Bayesian attention somewhere inside.
+        dropout: Also switch dropout on (MC dropout), in `nn.Dropout` modules and inside attention.
+
+    Raises:
+        ValueError: There is nothing to sample: no stochastic attention, and no dropout asked for.
+    """
+    bayesian = [module for module in model.modules() if isinstance(module, BayesianModule)]
+    drops = [module for module in model.modules() if _is_dropout(module)] if dropout else []
+    if not any(module.config.is_stochastic for module in bayesian) and not drops:
+        raise ValueError(
+            f"model is a {type(model).__name__} without stochastic attention; allowed: a model with a Bayesian module whose "
+            "variant is not 'soft', or dropout=True and dropout layers"
+        )
+    before = [(module, module.samples_in_eval, module.drops_in_eval) for module in bayesian]
+    modes = [(module, module.training) for module in drops]
+    with _without_fused_layers() if dropout else nullcontext():
+        try:
+            for module in bayesian:
+                module.samples_in_eval = True
+                module.drops_in_eval |= dropout
+            for module in drops:
+                module.training = True
+            yield model
+        finally:
+            for module, samples, dropped in before:
+                module.samples_in_eval, module.drops_in_eval = samples, dropped
+            for module, mode in modes:
+                module.training = mode
+
+
+_fused_lock = threading.Lock()
+# how many scopes of all threads need torch's switch off, and how it stood before the first
+_fused_users, _fused_before = 0, True
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Switch off torch's fused transformer layer, which is taken in eval mode and never calls its dropout modules.
+
+    The switch is one for the process: the first scope of any thread turns it off, the last one puts it back.
+    """
+    global _fused_users, _fused_before
+    with _fused_lock:
+        if _fused_users == 0:
+            _fused_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _fused_users += 1
+    try:
+        yield
+    finally:
+        with _fused_lock:
+            _fused_users -= 1
+            if _fused_users == 0:
+                torch.backends.mha.set_fastpath_enabled(_fused_before)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention) and not isinstance(module, BayesianModule):
+        return module.dropout > 0.0
+    return isinstance(module, _DropoutNd)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """M sampled predictions for a batch and their summaries.
+
+    Attributes:
+        samples: Class probabilities of every draw (predicted values for regression); draws first.
+        logits: The model's raw outputs behind them.
+        task: How outputs become probabilities.
+    """
+
+    samples: Float[Tensor, "s b *c"]
+    logits: Float[Tensor, "s b *c"]
+    task: Task
+
+    @cached_property
+    def mean(self) -> Float[Tensor, "b *c"]:
+        """Average over the draws: the predictive distribution."""
+        return self.samples.mean(dim=0)
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "b *t"]:
+        """Entropy of the predictive distribution in nats: total uncertainty."""
+        return entropy(self.mean, task=self._class_task("entropy"))
+
+    @cached_property
+    def mutual_information(self) -> Float[Tensor, "b *t"]:
+        """Entropy of the mean minus mean entropy: the part that the draws disagree about."""
+        task = self._class_task("mutual_information")
+        return (self.entropy - entropy(self.samples, task=task).mean(dim=0)).clamp(min=0.0)
+
+    @cached_property
+    def p_value(self) -> Float[Tensor, " b"]:
+        """p-value of a paired t-test that the two most probable classes differ; small means certain."""
+        task = self._class_task("p_value")
+        if self.samples.shape[0] < 2:
+            raise ValueError(f"num_samples is {self.samples.shape[0]}; allowed where a p-value is asked: at least 2")
+        return top_two_p_value(self.samples, task=task)
+
+    def _class_task(self, what: str) -> Literal["multiclass", "multilabel"]:
+        if self.task == "regression":
+            raise ValueError(f"{what} of a regression; allowed tasks: 'multiclass', 'multilabel'")
+        return self.task
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    inputs: Any,
+    num_samples: int = 20,
+    seed: int | None = None,
+    chunk_size: int | None = None,
+    *,
+    batch_dims: BatchDims | None = None,
+    task: Task = "multiclass",
+    dropout: bool = False,
+    output: Callable[[Any], Tensor] | None = None,
+) -> Prediction:
+    """Draw `num_samples` predictions for one batch.
+
+    Draws are made one by one, in as many forward passes, which is right for every model: for graphs, and whichever axis
+    the batch is. Where `batch_dims` says what the batch is, several draws share a pass.
+
+    Args:
+        model: A model with Bayesian attention; put into eval mode for the call and back afterwards.
+        inputs: A tensor, a sequence of positional arguments, a mapping of keyword arguments, or one object that the model
+            takes, such as PyG's `Data`.
+        num_samples: M.
+        seed: Same seed, same draws; torch's generators are left as they were.
+        chunk_size: With `batch_dims`, draws per forward pass at most; None is all. The draws do not depend on it: lower it
+            when memory is short.
+        batch_dims: The batch axis of the arguments, along which they are repeated: one for all (0 in batch-first models),
+            or a sequence or mapping with one for each, None where all draws share an argument. A model that merges the
+            batch with another axis must keep it outermost. Dropout is drawn one by one all the same.
+        task: `multiclass` (softmax over the last axis), `multilabel` (sigmoid) or `regression` (as is).
+        dropout: Also sample the dropout layers.
+        output: Gets the logits out of what the model returns; by default the tensor itself, `.logits`, or the first
+            entry of a tuple.
+
+    Raises:
+        ValueError: An argument is out of range, or the model does not treat the batch as `batch_dims` says.
+    """
+    checks.choice("task", task, ("multiclass", "multilabel", "regression"))
+    for name, value in (("num_samples", num_samples), ("chunk_size", num_samples if chunk_size is None else chunk_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
+    args, kwargs = _as_arguments(inputs)
+    arguments = {**dict(enumerate(args)), **kwargs}
+    axes, batch = ({}, 0) if batch_dims is None else batch_axes(arguments, batch_dims)
+    found = output or _find_logits
+
+    def forward(count: int) -> Tensor:
+        values = {name: repeated(v, axes[name], count) if name in axes else v for name, v in arguments.items()}
+        return found(model(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs}))
+
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with (
+            sampling(model, dropout=dropout),
+            torch.random.fork_rng(_gpus(model, arguments.values()), enabled=seed is not None),
+        ):
+            if seed is not None:
+                torch.manual_seed(seed)
+            if batch == 0 or dropout:
+                logits = torch.stack([forward(1) for _ in range(num_samples)])
+            else:
+                logits = _draw_together(forward, batch, num_samples, chunk_size or num_samples)
+    finally:
+        # one by one: train() would also wake parts that their owner keeps in eval mode
+        for module, mode in modes:
+            module.training = mode
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    link = {"multiclass": lambda x: torch.softmax(x, dim=-1), "multilabel": torch.sigmoid, "regression": lambda x: x}
+    return Prediction(samples=link[task](logits), logits=logits, task=task)
+
+
+def _draw_together(
+    forward: Callable[[int], Tensor], batch: int, num_samples: int, chunk_size: int
+) -> Shaped[Tensor, "s ..."]:
+    """Return the draws, with noise of its own for each draw of each example, whatever pass it is in."""
+    seed, draws = int(draw_seed()), []
+    # the first draw has a pass to itself: its shape tells which axis of the output is the batch
+    starts = [0, *range(1, num_samples, chunk_size), num_samples]
+    for start, stop in pairwise(starts):
+        with keyed_noise(example_seeds(seed, 0, torch.arange(start * batch, stop * batch))):
+            logits = forward(stop - start)
+        draws.append(split_draws(logits, draws[0].shape[1:] if draws else logits.shape, stop - start))
+    return torch.cat(draws)
+
+
+def _gpus(model: nn.Module, values: Iterable[Any]) -> list[torch.device]:
+    tensors = [*model.parameters(), *(value for value in values if isinstance(value, Tensor))]
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+
+
+def _as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return [], dict(inputs)
+    if inputs is None or isinstance(inputs, str | int | float):
+        raise ValueError(
+            f"inputs is {type(inputs).__name__}; allowed: a tensor, a sequence, a mapping, or an object such as PyG's Data"
+        )
+    return (list(inputs) if isinstance(inputs, Sequence) else [inputs]), {}
+
+
+def _find_logits(result: Any) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(getattr(result, "logits", None), Tensor):
+        return result.logits
+    if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+        return result[0]
+    raise ValueError(f"the model returned {type(result).__name__}; allowed without `output`: a tensor, .logits or a tuple")

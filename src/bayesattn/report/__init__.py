@@ -1,6 +1,0 @@
-"""From predictions to numbers in a file and one page to look at."""
-
-from bayesattn.report.measure import measure_run
-from bayesattn.report.page import write_report
-
-__all__ = ["measure_run", "write_report"]

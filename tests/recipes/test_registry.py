@@ -1,0 +1,76 @@
+"""The command line finds recipes by their entry points, anyone's, and says how to get the paper's where there are none."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bayesattn.cli import main, registry
+from bayesattn_recipes import RECIPES
+
+TRAIN = """
+def load_config(name, settings):
+    raise ValueError(f"mine was asked for {name}")
+"""
+
+
+def test_the_papers_recipes_are_announced():
+    assert registry.installed() == RECIPES
+    assert all(recipe.has("train") and recipe.config_names for recipe in RECIPES.values())
+
+
+def test_without_any_recipe_train_says_how_to_get_them(monkeypatch, capsys):
+    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "graph", "--config", "cora-wc", "--out", "nowhere"])
+    assert exit_.value.code == 2
+    assert registry.INSTALL in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        main(["list"])
+    assert exit_.value.code == 0
+    assert "No recipe is installed" in capsys.readouterr().out
+
+
+def test_a_recipe_of_another_package_is_found_and_run(tmp_path):
+    package, facts = tmp_path / "my_package", tmp_path / "my_package-1.dist-info"
+    (package / "configs").mkdir(parents=True)
+    facts.mkdir()
+    (package / "__init__.py").write_text(
+        'from bayesattn.cli.registry import Recipe\nMINE = Recipe("mine", "a recipe of my own", "my_package")\n'
+    )
+    (package / "train.py").write_text(TRAIN)
+    (package / "configs" / "small-wc.yaml").write_text("{}\n")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text(f"[{registry.GROUP}]\nmine = my_package:MINE\n")
+
+    def call(*arguments):
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        command = [sys.executable, "-m", "bayesattn", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+
+    listed = call("list").stdout
+    assert "mine: a recipe of my own" in listed
+    assert "small-wc" in listed
+    refused = call("train", "mine", "--config", "small-wc", "--out", str(tmp_path / "run"))
+    assert (refused.returncode, refused.stderr) == (2, "bayesattn: mine was asked for small-wc\n")
+
+
+def test_a_part_that_a_recipe_does_not_have_is_named():
+    with pytest.raises(ValueError, match="recipe 'digits' has no 'reproduce'"):
+        registry.find("digits").load("reproduce")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "reads"),
+    [
+        ("digits", {}, False),
+        ("language", {"task": "own"}, True),
+        ("graph", {"dataset": "generated"}, False),
+        ("graph", {"dataset": "cora"}, True),
+        ("vqa", {"data": {"dataset": "shapes"}}, False),
+        ("vqa", {"data": {"dataset": "daquar"}}, True),
+    ],
+)
+def test_which_configs_read_files(recipe, config, reads):
+    assert RECIPES[recipe].reads_files(config) is reads
