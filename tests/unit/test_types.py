@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyright")
 
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
 # lines with "wrong" must be refused, all others accepted
 SNIPPET = """
 import bayesattn as ba
@@ -49,8 +49,9 @@ ba.bayesianize(model, "BAM-WC")  # wrong
 
 def test_type_checker_refuses_what_is_misspelled_and_nothing_else(tmp_path):
     (tmp_path / "snippet.py").write_text(SNIPPET, encoding="utf-8")
-    # extraPaths: this source, whatever is installed
-    settings = {"extraPaths": [str(SOURCE)], "reportUnusedExpression": False, "reportInvalidTypeForm": False}
+    # extraPaths: this source, whatever is installed; type checkers do not see editable installs
+    paths = [str(ROOT / "src"), str(ROOT / "recipes")]
+    settings = {"extraPaths": paths, "reportUnusedExpression": False, "reportInvalidTypeForm": False}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "snippet.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
