@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from bayesattn import convert, functional, metrics, nn
     from bayesattn.config import AttentionConfig
     from bayesattn.convert import bayesianize, load_bayesian, restore, save_bayesian, tune_noise
+    from bayesattn.doubt import SequenceScore, Uncertainty, score, uncertainty
     from bayesattn.kl import record_kl
     from bayesattn.objective import KLSchedule, elbo
     from bayesattn.prediction import Prediction, predict, sampling
@@ -18,6 +19,8 @@ __all__ = [
     "AttentionConfig",
     "KLSchedule",
     "Prediction",
+    "SequenceScore",
+    "Uncertainty",
     "bayesianize",
     "convert",
     "elbo",
@@ -30,7 +33,9 @@ __all__ = [
     "restore",
     "sampling",
     "save_bayesian",
+    "score",
     "tune_noise",
+    "uncertainty",
 ]
 
 if not TYPE_CHECKING:  # a type checker reads the imports above; a __getattr__ would make it accept every name
@@ -38,6 +43,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above; a __getattr__ w
     _LATE = {
         "config": ("AttentionConfig",),
         "convert": ("bayesianize", "load_bayesian", "restore", "save_bayesian", "tune_noise"),
+        "doubt": ("SequenceScore", "Uncertainty", "score", "uncertainty"),
         "objective": ("KLSchedule", "elbo"),
         "kl": ("record_kl",),
         "prediction": ("Prediction", "predict", "sampling"),

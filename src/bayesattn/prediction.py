@@ -185,10 +185,10 @@ def predict(
     for name, value in (("num_samples", num_samples), ("chunk_size", num_samples if chunk_size is None else chunk_size)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
-    args, kwargs = _as_arguments(inputs)
+    args, kwargs = as_arguments(inputs)
     arguments = {**dict(enumerate(args)), **kwargs}
     axes, batch = ({}, 0) if batch_dims is None else batch_axes(arguments, batch_dims)
-    found = output or _find_logits
+    found = output or find_logits
 
     def forward(count: int) -> Tensor:
         values = {name: repeated(v, axes[name], count) if name in axes else v for name, v in arguments.items()}
@@ -235,7 +235,8 @@ def _gpus(model: nn.Module, values: Iterable[Any]) -> list[torch.device]:
     return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
-def _as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments of a model from `inputs` as `predict` takes them."""
     if isinstance(inputs, Mapping):
         return [], dict(inputs)
     if inputs is None or isinstance(inputs, str | int | float):
@@ -245,7 +246,8 @@ def _as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
     return (list(inputs) if isinstance(inputs, Sequence) else [inputs]), {}
 
 
-def _find_logits(result: Any) -> Tensor:
+def find_logits(result: Any) -> Tensor:
+    """Return the logits in what a model returned: the tensor itself, `.logits`, or the first entry of a tuple."""
     if isinstance(result, Tensor):
         return result
     if isinstance(getattr(result, "logits", None), Tensor):

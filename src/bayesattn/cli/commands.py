@@ -72,6 +72,27 @@ def demo(
 
 
 @app.command()
+def doubt(
+    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face sequence classifier.")],
+    text: Annotated[str, typer.Option(help="A file with one text per line (a tab makes a pair), or - for standard input.")],
+    most: Annotated[int | None, typer.Option(min=1, help="Show this many texts at most.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with the words shaded.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts per pass.")] = 16,
+) -> None:
+    """Sort texts by how little a trained classifier can be trusted on them; the model is used as it is."""
+    from bayesattn.cli import doubt as texts
+
+    found = list(texts.doubt_of_folder(model, texts.read_texts(text), batch_size=batch_size))
+    rows = sorted(found, key=lambda row: row.t)[:most]
+    texts.print_rows(rows, console, as_json=as_json)
+    if html is not None:
+        texts.write_page(rows, html, title=model.resolve().name)
+        if not as_json:
+            console.print(f"The page is {html}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe of `bayesattn list`.")],
     config: Annotated[str, typer.Option(help="A config of the recipe, or the path of a YAML file.")],

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from bayesattn import functional
+from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.nn import BayesianModule
 from bayesattn.noise.streams import NoiseStream
@@ -120,19 +120,25 @@ class HostedAttention(BayesianModule):
         output, weights, kl = self.bayes_rival(scores, key, value, mask=mask, dropout_p=dropout_p)
         return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
 
-    def record_mean(
+    def finish_mean(
         self,
-        output: Tensor,
+        output: Float[Tensor, "b h m dv"],
         query: Float[Tensor, "b h m d"],
         key: Float[Tensor, "b hk n d"],
+        value: Float[Tensor, "b hk n dv"],
         *,
         mask: Bool[Tensor, "..."] | None,
         bias: Float[Tensor, "..."] | None,
         is_causal: bool,
         scale: float,
         softcap: float | None = None,
-    ) -> Tensor:
-        """Record the KL of a call whose output the host computed without sampling, and return that output."""
+    ) -> Float[Tensor, "b h m dv"]:
+        """Return the output that the host computed without sampling; its KL and sensitivity go to the open scopes."""
+        if self.is_measured:
+            options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
+            output = sensitivity.through_attention(output, query, key, value, self, **options)
+        if not self.needs_kl:
+            return output
         with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
             kl = self._kl(scores, key, mask)

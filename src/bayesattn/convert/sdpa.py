@@ -23,7 +23,7 @@ from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
 from bayesattn.convert.modes import evaluating
 from bayesattn.nn import BayesianModule
-from bayesattn.prediction import _as_arguments
+from bayesattn.prediction import as_arguments
 
 
 def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
@@ -43,7 +43,7 @@ def callers(model: nn.Module, inputs: Any) -> list[str]:
 
     That is the innermost module at the time of the call. Modules of torch are left out: they have an adapter.
     """
-    args, kwargs = _as_arguments(inputs)
+    args, kwargs = as_arguments(inputs)
     running: list[nn.Module] = []
     watch = _Watch(running)
 
@@ -168,7 +168,8 @@ class _SampledAttention(TorchFunctionMode):
             # not seen by a module around this one that is converted as well: its KL would count this call again
             with torch._C.DisableTorchFunction():
                 output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            return child.record_mean(output, batched[0], batched[1], **options)
+            flat = output.reshape(-1, *output.shape[-3:]) if query.ndim >= 3 else output[None, None]
+            return child.finish_mean(flat, *batched, **options).reshape(output.shape)
         if child.wakes_dropout:
             if self.dropout_p is None:
                 raise ValueError(

@@ -26,7 +26,7 @@ from bayesattn.convert.modes import evaluating
 from bayesattn.convert.progress import Progress
 from bayesattn.convert.search import follow, most_evaluations, search
 from bayesattn.nn import BayesianModule
-from bayesattn.prediction import _as_arguments, _find_logits, predict
+from bayesattn.prediction import as_arguments, find_logits, predict
 
 IGNORED_LABEL = -100
 
@@ -224,9 +224,9 @@ def _evaluate(
 
 @torch.no_grad()
 def _mean_logits(model: nn.Module, inputs: Any, output: Callable[[Any], Tensor] | None) -> Float[Tensor, "1 b *c"]:
-    args, kwargs = _as_arguments(inputs)
+    args, kwargs = as_arguments(inputs)
     with evaluating(model):
-        return (output or _find_logits)(model(*args, **kwargs)).unsqueeze(0)
+        return (output or find_logits)(model(*args, **kwargs)).unsqueeze(0)
 
 
 def _nll(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.kl import is_recording, record
 from bayesattn.priors import ContextualPrior
@@ -70,9 +71,16 @@ class BayesianModule(nn.Module):
         return self.config.has_kl and is_recording(self)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the next call adds itself to an open `score_sensitivity()` scope."""
+        return sensitivity.is_open() and self.config.is_stochastic
+
+    @property
     def is_idle(self) -> bool:
-        """Whether the next call is deterministic attention: nothing is drawn and no KL computed."""
-        return not (self.is_sampling or self.needs_kl) if self.bayes_rival is None else self.bayes_rival.is_idle
+        """Whether the next call is deterministic attention and nothing else: no draw, no KL, no sensitivity."""
+        if self.bayes_rival is not None:
+            return self.bayes_rival.is_idle
+        return not (self.is_sampling or self.needs_kl or self.is_measured)
 
     def __prepare_scriptable__(self) -> nn.Module:
         # torch.jit.script asks here. A plain module that one could return would take this one's place in the model

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bayesattn import functional
+from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.nn._arguments import check_inputs, check_nested, only_forbids, split_masks
 from bayesattn.nn.module import BayesianModule
@@ -131,7 +131,11 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         options = {"config": self.config, "prior": prior, "mask": mask, "need_kl": self.needs_kl, "sample": self.is_sampling}
         if scores is None:
             heads, kl = functional.attention(q, k, v, bias=bias, dropout_p=dropout_p, **options)
+            if self.is_measured:
+                heads = sensitivity.through_attention(heads, q, k, v, self, mask=mask, bias=bias, scale=self.head_dim**-0.5)
         else:
+            if self.is_measured:
+                scores = sensitivity.through_scores(scores, self)
             # the same numbers in the same precision as above, written out; rounding what is shown changes nothing else
             weights, kl = functional.attention_weights(scores, **options)
             with without_autocast(q.device.type):

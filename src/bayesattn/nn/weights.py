@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from bayesattn import functional
+from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.nn.module import BayesianModule
 
@@ -75,6 +75,8 @@ class BayesianWeights(BayesianModule):
     ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
         """Return weights and KL, the latter None where nobody records; arguments as for `forward`, which records it."""
         prior = self._prior_of(scores, keys, mask) if prior is None else prior
+        if self.is_measured:
+            scores = sensitivity.through_scores(scores, self)
         return functional.attention_weights(
             scores, config=self.config, prior=prior, mask=mask, sample=self.is_sampling, need_kl=self.needs_kl
         )

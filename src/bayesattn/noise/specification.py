@@ -200,6 +200,13 @@ def log_noise(
     return normal(seed, shape, **options).mul_(config.sigma_q)
 
 
+def log_noise_variance(config: AttentionConfig) -> float:
+    """Return the variance of `log_noise`: π²/(6k²), or σ_q²."""
+    if config.family == "weibull":
+        return math.pi**2 / (6.0 * config.weibull_k**2)
+    return config.sigma_q**2
+
+
 def dropout_numbers(p: float) -> tuple[int, float]:
     """Return how many of the 2^16 values of an entry's bits drop it, and what the others are multiplied by."""
     dropped = round(_RANGE * p)

@@ -87,7 +87,9 @@ def bayesian_attention(
     arguments = _score_arguments(module, child, query, key, attention_mask, kwargs)
     if not child.is_sampling and child.bayes_rival is None:
         output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
-        return child.record_mean(output, query, key, **arguments), weights
+        # the registry's functions return heads after queries
+        heads = child.finish_mean(output.transpose(1, 2), query, key, value, **arguments)
+        return heads.transpose(1, 2), weights
     output, weights = child.attend(
         query,
         key,

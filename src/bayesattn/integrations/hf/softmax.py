@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate, key_dim, num_key_heads
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
@@ -152,6 +153,8 @@ class _SampledSoftmax(_SampledAttention):
                 assert self.key is not None  # for the type checker
                 key = self.key.reshape(given.shape[0], -1, *self.key.shape[-2:]) * self.key_factor
                 kl = child._kl(scores, key, mask)
+            if child.is_measured:
+                args = (sensitivity.through_scores(given, child), *args[1:])
             # hosts take views of what softmax returns
             weights = child._draw(scores, mask, 0).to(dtype).contiguous() if child.is_sampling else softmax(*args, **kwargs)
             if child.wakes_dropout:

@@ -1,0 +1,99 @@
+"""What `uncertainty` and `score` return."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bayesattn.metrics.special import student_t_two_sided
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubt:
+    """A number per example, its standard deviation under attention noise, and where that comes from.
+
+    The variance is a sum over all scores of all attention calls, so its parts add up to `std²`. They are empty where
+    the deviation comes from draws.
+
+    Attributes:
+        value: The number d, of the model as it is.
+        std: Its standard deviation.
+        by_layer: Variance by attention module.
+        by_head: Variance by attention module and head.
+        by_token: Variance by key position, padding 0; None where modules attend to different sequences.
+    """
+
+    value: Float[Tensor, " b"]
+    std: Float[Tensor, " b"]
+    by_layer: Mapping[str, Float[Tensor, " b"]]
+    by_head: Mapping[str, Float[Tensor, "b _"]]
+    by_token: Float[Tensor, "b n"] | None
+
+    @cached_property
+    def t(self) -> Float[Tensor, " b"]:
+        """D / std: the limit of the paper's paired t statistic over M draws, divided by √M. Its order ignores k and σ."""
+        # nothing moves a number that no score reaches, unless it is 0 anyway
+        still = torch.where(self.value == 0, 0.0, torch.copysign(torch.full_like(self.value, math.inf), self.value))
+        return torch.where(self.std > 0, self.value / self.std, still)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncertainty(Doubt):
+    """How much to trust every prediction of a batch; returned by `ba.uncertainty`.
+
+    Attributes:
+        probabilities: Of the model as it is; None for regressions and targets of your own.
+        label: The most probable class, or the (start, end) of the best span; None where there is none.
+        num_samples: M of the p-value.
+        is_margin: Whether `value` is a margin, so that 0 means "undecided".
+    """
+
+    probabilities: Float[Tensor, "b c"] | None = None
+    label: Int[Tensor, "b *two"] | None = None
+    num_samples: int = 20
+    is_margin: bool = True
+
+    @property
+    def margin(self) -> Float[Tensor, " b"]:
+        """Difference of the two largest logits (or the number that `target` names)."""
+        return self.value
+
+    @cached_property
+    def p_value(self) -> Float[Tensor, " b"]:
+        """Return the paper's p-value: that of a paired t-test over M draws of the number, in the limit of small noise."""
+        t = self.t.double() * math.sqrt(self.num_samples)
+        return student_t_two_sided(t, torch.full_like(t, self.num_samples - 1.0))
+
+    @cached_property
+    def score(self) -> Float[Tensor, " b"]:
+        """For ranking, higher is less certain: −t of a margin, the standard deviation of anything else."""
+        return -self.t if self.is_margin else self.std
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceScore(Doubt):
+    """Log-probability of a given text and its standard deviation under attention noise; returned by `ba.score`.
+
+    `by_token` is over the model's input tokens: the prompt of an encoder-decoder, the whole sequence of a causal model.
+
+    Attributes:
+        token_log_probabilities: Of every label, 0 where it is ignored; they add up to `log_probability`.
+        num_tokens: Labels that count.
+    """
+
+    token_log_probabilities: Float[Tensor, "b t"]
+    num_tokens: Int[Tensor, " b"]
+
+    @property
+    def log_probability(self) -> Float[Tensor, " b"]:
+        """Of the whole text, in nats."""
+        return self.value
+
+    @property
+    def mean_log_probability(self) -> Float[Tensor, " b"]:
+        """Per token that counts."""
+        return self.value / self.num_tokens.clamp(min=1)

@@ -1,0 +1,122 @@
+"""From a model's outputs to the one number per example whose variance is asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bayesattn.metrics.significance import top_two_classes
+from bayesattn.prediction import find_logits
+
+Target = Literal["margin", "value", "span"] | int | Tensor | Callable[[Any], Tensor]
+Output = Callable[[Any], Tensor] | None
+
+
+@dataclass(frozen=True)
+class Number:
+    """What was asked for, settled on one batch.
+
+    Attributes:
+        of: Computes it from the model's outputs, with a graph.
+        is_margin: Whether 0 means "undecided".
+        probabilities: Of the classes, where there are some.
+        label: The most probable class or span.
+    """
+
+    of: Callable[[Any], Float[Tensor, " b"]]
+    is_margin: bool = False
+    probabilities: Float[Tensor, "b c"] | None = None
+    label: Int[Tensor, "b *two"] | None = None
+
+
+def settle(target: Target, output: Output, outputs: Any) -> Number:
+    """Decide from the outputs of the model as it is which classes or spans the number is about.
+
+    Raises:
+        ValueError: The target does not fit the outputs; the message says what was found.
+    """
+    if callable(target):
+        return Number(target)
+    if target == "span" if isinstance(target, str) else False:
+        return _span(outputs)
+    find = output or find_logits
+    logits = _checked(find(outputs))
+    if isinstance(target, str) and target == "value":
+        if logits.numel() != logits.shape[0]:
+            raise ValueError(
+                f"target is 'value' and the outputs have shape {tuple(logits.shape)}; it needs one value per example"
+            )
+        return Number(lambda result: find(result).flatten())
+    if logits.ndim != 2:
+        raise ValueError(
+            f"the logits have shape {tuple(logits.shape)} and target={_shown(target)} needs (batch, classes); for tokens, "
+            "nodes or pixels give target= a function from the model's outputs to one number per example"
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    probabilities, label = torch.softmax(wide, dim=-1), wide.argmax(dim=-1)
+    if isinstance(target, str):
+        if target != "margin":
+            raise ValueError(f"target is {target!r}; use 'margin', 'value', 'span', a class, or a function of the outputs")
+        if logits.shape[1] < 2:
+            raise ValueError("the logits have one class, so there is no margin; use target='value' for a regression")
+        pair = top_two_classes(wide)
+        return Number(lambda result: _difference(find(result), pair), True, probabilities, label)
+    classes = _classes(target, logits)
+    return Number(lambda result: _wide(find(result)).gather(1, classes[:, None]).squeeze(1), False, probabilities, label)
+
+
+def _difference(logits: Float[Tensor, "b c"], pair: Int[Tensor, "b 2"]) -> Float[Tensor, " b"]:
+    first, second = _wide(logits).gather(1, pair).unbind(dim=1)
+    return first - second
+
+
+def _classes(target: int | Tensor, logits: Float[Tensor, "b c"]) -> Int[Tensor, " b"]:
+    b, c = logits.shape
+    classes = torch.as_tensor(target, device=logits.device)
+    if classes.is_floating_point() or classes.dtype == torch.bool or classes.shape not in ((), (b,)):
+        raise ValueError(f"target is {_shown(target)}; a class is an integer, or a tensor of {b} integers for this batch")
+    if bool(((classes < 0) | (classes >= c)).any()):
+        raise ValueError(f"target is {_shown(target)}; the model has the classes 0 to {c - 1}")
+    return classes.long().expand(b)
+
+
+def _span(outputs: Any) -> Number:
+    """Return the margin between the best span and the next best, with a span's score the sum of its two logits."""
+    if not all(isinstance(getattr(outputs, name, None), Tensor) for name in ("start_logits", "end_logits")):
+        raise ValueError(
+            f"target is 'span' and the model returned {type(outputs).__name__}, which has no start_logits and end_logits"
+        )
+    scores = _span_scores(outputs)
+    n = outputs.start_logits.shape[1]
+    if n < 2:
+        raise ValueError("target is 'span' and the sequences have one token; two spans are needed for a margin")
+    _checked(outputs.start_logits)
+    pair = top_two_classes(scores)
+    label = torch.stack([pair[:, 0] // n, pair[:, 0] % n], dim=-1)
+    return Number(lambda result: _difference(_span_scores(result), pair), True, None, label)
+
+
+def _span_scores(outputs: Any) -> Float[Tensor, "b spans"]:
+    start, end = _wide(outputs.start_logits), _wide(outputs.end_logits)
+    scores = start.unsqueeze(2) + end.unsqueeze(1)
+    backwards = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril(-1)
+    return scores.masked_fill(backwards, torch.finfo(scores.dtype).min).flatten(1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _checked(logits: Tensor) -> Tensor:
+    if logits.ndim == 0 or logits.shape[0] == 0:
+        raise ValueError(f"the outputs have shape {tuple(logits.shape)}; the batch needs at least one example")
+    if not bool(torch.isfinite(logits).all()):
+        raise ValueError("the model's logits contain NaN or infinity; nothing can be said about such a prediction")
+    return logits
+
+
+def _shown(target: Any) -> str:
+    return f"a tensor of shape {tuple(target.shape)}" if isinstance(target, Tensor) else repr(target)

@@ -1,0 +1,126 @@
+"""Doubt of a text classifier, text by text: what it answers, how sure it may be, and which words the doubt comes from."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesattn.doubt import Uncertainty, uncertainty
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class TextDoubt:
+    """One text and what a classifier's attention says about it.
+
+    Attributes:
+        text: As given; of a pair both, one after the other.
+        label: Name of the most probable class.
+        probability: Of that class, by the model as it is.
+        margin: Difference of the two largest logits.
+        std: Its standard deviation under attention noise.
+        t: margin / std; texts with a small t are the doubtful ones.
+        pieces: The text cut into words and what stands between them, each with its share of the variance.
+        special: Share of the tokens that are not text ([CLS], [SEP]).
+        by_head: Share by attention module and head.
+    """
+
+    text: str
+    label: str
+    probability: float
+    margin: float
+    std: float
+    t: float
+    pieces: list[tuple[str, float]]
+    special: float
+    by_head: dict[str, list[float]]
+
+    @property
+    def words(self) -> list[tuple[str, float]]:
+        """The words with their shares, largest first."""
+        return sorted(((piece, share) for piece, share in self.pieces if share > 0.0), key=lambda item: -item[1])
+
+
+def doubt_texts(
+    model: nn.Module, tokenizer: Any, texts: Sequence[str | Pair], *, batch_size: int = 16, max_length: int | None = None
+) -> Iterator[TextDoubt]:
+    """Yield the doubt of every text, in their order.
+
+    Args:
+        model: A transformers sequence classifier, plain or Bayesian; left as it was.
+        tokenizer: Its fast tokenizer, which knows where in the text a token is.
+        texts: Texts, or pairs of texts.
+        batch_size: Texts per pass.
+        max_length: Tokens at most; None is what the tokenizer allows.
+
+    Raises:
+        ValueError: There is no text, one is empty, or the tokenizer is a slow one.
+    """
+    if not texts:
+        raise ValueError("texts is empty; give at least one text")
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError("the tokenizer is a slow one, which does not say where in the text a token is; load the fast one")
+    for number, text in enumerate(texts, start=1):
+        if not any(part.strip() for part in ([text] if isinstance(text, str) else text)):
+            raise ValueError(f"text {number} is empty")
+    device = next(model.parameters()).device
+    limit = min(tokenizer.model_max_length, _positions(model)) if max_length is None else max_length
+    for start in range(0, len(texts), batch_size):
+        part = texts[start : start + batch_size]
+        first = [text if isinstance(text, str) else text[0] for text in part]
+        second = None if isinstance(part[0], str) else [text[1] for text in part]
+        encoded = tokenizer(first, second, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        result = uncertainty(model, {name: value.to(device) for name, value in encoded.items()})
+        for row, text in enumerate(part):
+            yield _describe(result, row, (text,) if isinstance(text, str) else text, encoded.encodings[row], model)
+
+
+def _positions(model: nn.Module) -> int:
+    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 512)
+
+
+def _describe(result: Uncertainty, row: int, parts: tuple[str, ...], encoding: Any, model: Any) -> TextDoubt:
+    assert result.probabilities is not None
+    assert result.label is not None
+    variance = float(result.std[row]) ** 2
+    label = int(result.label[row])
+    tokens = result.by_token
+    shares = torch.zeros(len(encoding.ids)) if tokens is None else _share(tokens[row], variance)
+    pieces: list[tuple[str, float]] = []
+    for number, text in enumerate(parts):
+        pieces += [("\n", 0.0)] if number else []
+        pieces += _pieces(text, encoding, number, shares)
+    return TextDoubt(
+        text="\n".join(parts),
+        label=str(getattr(model.config, "id2label", {}).get(label, label)),
+        probability=float(result.probabilities[row, label]),
+        margin=float(result.margin[row]),
+        std=float(result.std[row]),
+        t=float(result.t[row]),
+        pieces=pieces,
+        special=0.0 if tokens is None else max(0.0, 1.0 - sum(share for _, share in pieces)),
+        by_head={name: _share(heads[row], variance).tolist() for name, heads in result.by_head.items()},
+    )
+
+
+def _share(part: Tensor, variance: float) -> Tensor:
+    return part.detach().double().cpu() / (variance or 1.0)
+
+
+def _pieces(text: str, encoding: Any, number: int, shares: Tensor) -> list[tuple[str, float]]:
+    """Cut a text at the borders of its words; a word has the sum of its tokens."""
+    words: dict[int, tuple[int, int, float]] = {}
+    for position, (sequence, word) in enumerate(zip(encoding.sequence_ids, encoding.word_ids, strict=True)):
+        if sequence == number and word is not None:
+            start, end = encoding.offsets[position]
+            first, _, before = words.get(word, (start, end, 0.0))
+            words[word] = (first, end, before + float(shares[position]))
+    pieces, at = [], 0
+    for start, end, share in words.values():
+        pieces += [(text[at:start], 0.0)] if at < start else []
+        pieces.append((text[start:end], share))
+        at = end
+    return pieces + ([(text[at:], 0.0)] if at < len(text) else [])

@@ -1,0 +1,122 @@
+"""How strongly a number at the end of a model depends on the scores of every attention call.
+
+    with score_sensitivity() as calls:
+        d = target(model(x))                       # one number per example
+    squares = torch.autograd.grad(d.sum(), [call.anchor for call in calls], allow_unused=True)
+
+Every Bayesian module that runs inside the scope adds a `Call`. Its output passes through an identity whose second input, the
+anchor, is all zeros and belongs to no parameter. In the backward pass the anchor receives Σ_i (∂d/∂Φ_ij)² as its gradient:
+one value per example, head and key. So the forward pass is the model's own to the last bit, one backward pass through the
+activations gives all layers, and parameters need no gradient. One entry per call: ALBERT runs one module twelve times.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bayesattn.ops.attention.score_gradients import squared_score_gradients
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call inside `score_sensitivity()`.
+
+    Attributes:
+        module: Who made it.
+        anchor: Receives Σ_i (∂d/∂Φ_ij)² as its gradient.
+    """
+
+    module: nn.Module
+    anchor: Float[Tensor, "b h n"]
+
+
+@contextmanager
+def score_sensitivity() -> Iterator[list[Call]]:
+    """Open a scope that gives every Bayesian attention call of this thread an anchor. Scopes do not nest."""
+    if is_open():
+        raise RuntimeError("score_sensitivity() was opened inside score_sensitivity(); close the outer scope first")
+    _local.calls = calls = []
+    try:
+        yield calls
+    finally:
+        _local.calls = None
+
+
+def is_open() -> bool:
+    """Whether this thread is inside `score_sensitivity()`."""
+    return getattr(_local, "calls", None) is not None
+
+
+def through_scores(scores: Float[Tensor, "*bh m n"], module: nn.Module) -> Float[Tensor, "*bh m n"]:
+    """Return the scores as they are, and add the call to the open scope. For scores of any kind, before the softmax."""
+    shape = scores.shape
+    full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
+    return _ThroughScores.apply(full, _new_anchor(full, full.shape, module)).reshape(shape)
+
+
+def through_attention(
+    output: Float[Tensor, "b h m dv"],
+    query: Float[Tensor, "b h m d"],
+    key: Float[Tensor, "b hk n d"],
+    value: Float[Tensor, "b hk n dv"],
+    module: nn.Module,
+    **options: Any,
+) -> Float[Tensor, "b h m dv"]:
+    """Return the output of a dot-product attention as it is, and add the call to the open scope.
+
+    Args:
+        output: Computed by whoever computes it: the scores are only needed in the backward pass, and formed there.
+        query: Queries.
+        key: Keys.
+        value: Values.
+        module: Who made the call.
+        options: Mask, bias, scale and so on, as for `squared_score_gradients`.
+    """
+    anchor = _new_anchor(query, (*query.shape[:3], key.shape[2]), module)
+    return _ThroughAttention.apply(output, anchor, query.detach(), key.detach(), value.detach(), options)
+
+
+def _new_anchor(like: Tensor, shape: tuple[int, ...], module: nn.Module) -> Float[Tensor, "b h n"]:
+    b, h, _, n = shape
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    anchor = torch.zeros((b, h, n), dtype=dtype, device=like.device, requires_grad=True)
+    _local.calls.append(Call(module, anchor))
+    return anchor
+
+
+class _ThroughScores(torch.autograd.Function):
+    """Identity on scores; the anchor's gradient is the square of what passes, summed over queries."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor, anchor: Tensor) -> Tensor:
+        ctx.dtype = anchor.dtype
+        return scores.view_as(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, grad.to(ctx.dtype).square().sum(dim=-2)
+
+
+class _ThroughAttention(torch.autograd.Function):
+    """Identity on an attention output; the anchor's gradient is what the output's gradient says about the scores."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, anchor: Tensor, query: Tensor, key: Tensor, value: Tensor, options: dict) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.options = options
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, squared_score_gradients(grad, *ctx.saved_tensors, **ctx.options), None, None, None, None
