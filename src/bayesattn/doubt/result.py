@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from bayesattn.doubt.predictive import averaged_probabilities
 from bayesattn.metrics.special import student_t_two_sided
 
 
@@ -50,12 +51,18 @@ class Uncertainty(Doubt):
         label: The most probable class, or the (start, end) of the best span; None where there is none.
         num_samples: M of the p-value.
         is_margin: Whether `value` is a margin, so that 0 means "undecided".
+        classes: The most probable classes, in order; two unless `num_classes` said more.
+        differences: The logit of the first of them minus those of the others.
+        covariance: Of these differences.
     """
 
-    probabilities: Float[Tensor, "b c"] | None = None
+    probabilities: Float[Tensor, "b k"] | None = None
     label: Int[Tensor, "b *two"] | None = None
     num_samples: int = 20
     is_margin: bool = True
+    classes: Int[Tensor, "b c"] | None = None
+    differences: Float[Tensor, "b others"] | None = None
+    covariance: Float[Tensor, "b others others"] | None = None
 
     @property
     def margin(self) -> Float[Tensor, " b"]:
@@ -67,6 +74,13 @@ class Uncertainty(Doubt):
         """Return the paper's p-value: that of a paired t-test over M draws of the number, in the limit of small noise."""
         t = self.t.double() * math.sqrt(self.num_samples)
         return student_t_two_sided(t, torch.full_like(t, self.num_samples - 1.0))
+
+    @cached_property
+    def averaged_probabilities(self) -> Float[Tensor, "b c"]:
+        """Class probabilities averaged over the noise, to first order; `tune_noise` chooses a noise that calibrates them."""
+        if self.probabilities is None or self.classes is None or self.differences is None or self.covariance is None:
+            raise ValueError("there are averaged probabilities of target='margin' in closed form only")
+        return averaged_probabilities(self.probabilities, self.classes, self.differences, self.covariance)
 
     @cached_property
     def score(self) -> Float[Tensor, " b"]:

@@ -24,15 +24,25 @@ class Number:
         is_margin: Whether 0 means "undecided".
         probabilities: Of the classes, where there are some.
         label: The most probable class or span.
+        classes: The most probable classes, in order, where the number is the margin of the first two.
+        find: Gets the logits out of the model's outputs.
     """
 
     of: Callable[[Any], Float[Tensor, " b"]]
     is_margin: bool = False
-    probabilities: Float[Tensor, "b c"] | None = None
+    probabilities: Float[Tensor, "b k"] | None = None
     label: Int[Tensor, "b *two"] | None = None
+    classes: Int[Tensor, "b top"] | None = None
+    find: Callable[[Any], Tensor] = find_logits
+
+    def difference(self, first: int, second: int) -> Callable[[Any], Float[Tensor, " b"]]:
+        """Return the function of outputs that gives the logit of one of the `classes` minus that of another."""
+        assert self.classes is not None
+        pair = self.classes[:, [first, second]]
+        return lambda outputs: _difference(self.find(outputs), pair)
 
 
-def settle(target: Target, output: Output, outputs: Any) -> Number:
+def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -> Number:
     """Decide from the outputs of the model as it is which classes or spans the number is about.
 
     Raises:
@@ -40,7 +50,7 @@ def settle(target: Target, output: Output, outputs: Any) -> Number:
     """
     if callable(target):
         return Number(target)
-    if target == "span" if isinstance(target, str) else False:
+    if isinstance(target, str) and target == "span":
         return _span(outputs)
     find = output or find_logits
     logits = _checked(find(outputs))
@@ -62,8 +72,14 @@ def settle(target: Target, output: Output, outputs: Any) -> Number:
             raise ValueError(f"target is {target!r}; use 'margin', 'value', 'span', a class, or a function of the outputs")
         if logits.shape[1] < 2:
             raise ValueError("the logits have one class, so there is no margin; use target='value' for a regression")
+        if num_classes > logits.shape[1]:
+            raise ValueError(f"num_classes is {num_classes}; the model has {logits.shape[1]} classes")
         pair = top_two_classes(wide)
-        return Number(lambda result: _difference(find(result), pair), True, probabilities, label)
+        # of equal logits the first class; the rest in any order
+        rest = wide.scatter(1, pair, -torch.inf).topk(num_classes - 2).indices
+        return Number(
+            lambda result: _difference(find(result), pair), True, probabilities, label, torch.cat([pair, rest], dim=1), find
+        )
     classes = _classes(target, logits)
     return Number(lambda result: _wide(find(result)).gather(1, classes[:, None]).squeeze(1), False, probabilities, label)
 

@@ -1,9 +1,11 @@
 """`ba.uncertainty`: which answers of an attention model to trust, without training it and without drawing from it."""
 
+from itertools import combinations
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from bayesattn import checks
 from bayesattn.config import AttentionConfig
@@ -24,6 +26,7 @@ def uncertainty(
     config: AttentionConfig | None = None,
     method: Method = "closed-form",
     num_samples: int = 20,
+    num_classes: int = 2,
     seed: int = 0,
     output: Output = None,
 ) -> Uncertainty:
@@ -45,6 +48,8 @@ def uncertainty(
         config: Noise for a plain model; None is Weibull noise with k = 5. A Bayesian model has its own.
         method: `closed-form`, or `draws` for the standard deviation over `num_samples` sampled passes, to compare.
         num_samples: M of the p-value, and of the draws.
+        num_classes: c, the most probable classes whose logits' covariance is computed, in c(c−1)/2 backward passes; it
+            matters for `averaged_probabilities` alone.
         seed: Of the draws.
         output: Gets the logits out of what the model returns, as in `predict`.
 
@@ -62,16 +67,39 @@ def uncertainty(
     checks.choice("method", method, ("closed-form", "draws"))
     if not isinstance(num_samples, int) or num_samples < 2:
         raise ValueError(f"num_samples is {num_samples!r}; a p-value needs an integer of at least 2")
+    if not isinstance(num_classes, int) or num_classes < 2:
+        raise ValueError(f"num_classes is {num_classes!r}; give an integer of at least 2")
     if method == "draws":
         return _from_draws(model, inputs, target, config, num_samples, seed, output)
     settled: list[Number] = []
 
     def numbers(outputs: Any) -> list:
-        settled.append(settle(target, output, outputs))
-        return [settled[0].of]
+        number = settle(target, output, outputs, num_classes)
+        settled.append(number)
+        return [number.of] if number.classes is None else [number.difference(*pair) for pair in _pairs(num_classes)]
 
-    (value,), (found,) = closed_form.variances(model, inputs, config, numbers)
-    return _result(settled[0], num_samples, value=value, **closed_form.parts(found))
+    values, found = closed_form.variances(model, inputs, config, numbers)
+    result = {"value": values[0], **closed_form.parts(found[0])}
+    if settled[0].classes is not None:
+        result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
+        result["covariance"] = _covariance([closed_form.parts(calls)["std"].square() for calls in found], num_classes)
+    return _result(settled[0], num_samples, **result)
+
+
+def _pairs(num_classes: int) -> list[tuple[int, int]]:
+    """Return the first class with each other, then the others with each other."""
+    return list(combinations(range(num_classes), 2))
+
+
+def _covariance(variances: list[Tensor], num_classes: int) -> Float[Tensor, "b others others"]:
+    """Return the covariance of u_a = z_1 − z_a from all variances: 2 C_ab = V_a + V_b − Var(z_a − z_b)."""
+    by_pair = dict(zip(_pairs(num_classes), variances, strict=True))
+    others = range(1, num_classes)
+    rows = [
+        [by_pair[0, a] if a == b else (by_pair[0, a] + by_pair[0, b] - by_pair[min(a, b), max(a, b)]) / 2.0 for b in others]
+        for a in others
+    ]
+    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
 def _from_draws(model, inputs, target, config, num_samples, seed, output) -> Uncertainty:
@@ -91,5 +119,6 @@ def _result(number: Number, num_samples: int, **doubt: Any) -> Uncertainty:
         label=number.label,
         num_samples=num_samples,
         is_margin=number.is_margin,
+        classes=number.classes,
         **doubt,
     )

@@ -332,3 +332,64 @@ def test_token_logits_need_a_target_of_ones_own():
     with pytest.raises(ValueError, match="for tokens"):
         ba.uncertainty(model, tokens())
     assert ba.uncertainty(model, tokens(), target=lambda o: o.logits[:, 2, 0]).std.shape == (B,)
+
+
+def test_covariance_of_the_top_classes_and_averaged_probabilities():
+    import transformers as hf
+    from small_models import SMALL
+
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(hf.BertConfig(**{**SMALL, "num_labels": 5})).double().eval()
+    inputs, noise = tokens(), ba.AttentionConfig("BAM-NOKL", weibull_k=30.0)
+    result = ba.uncertainty(model, inputs, num_classes=4, config=noise)
+    assert torch.equal(result.classes, result.probabilities.topk(4).indices)
+    assert torch.allclose(result.covariance[:, 0, 0], result.std.square())
+    ba.bayesianize(model, noise)
+    drawn = ba.predict(model, inputs, 1500, batch_dims=0).logits
+    top = drawn.gather(2, result.classes.expand(1500, -1, -1))
+    moved = top[..., :1] - top[..., 1:]
+    for example in range(B):
+        sampled = torch.cov(moved[:, example].T)
+        deviation = result.covariance[example].diagonal().sqrt()
+        assert ((sampled - result.covariance[example]) / torch.outer(deviation, deviation)).abs().max() < 0.25
+    assert torch.allclose(result.averaged_probabilities.sum(-1), torch.ones(B).double())
+
+
+def test_averaged_probabilities_are_the_mean_over_normal_logits():
+    from bayesattn.doubt.predictive import averaged_probabilities
+
+    logits = torch.tensor([[2.0, 1.2, 0.9, 0.1, -1.0]]).double()
+    root = 0.7 * torch.randn(3, 3).double()
+    covariance = root @ root.T
+    differences = logits[:, :1] - logits[:, 1:4]
+    found = averaged_probabilities(logits.softmax(-1), torch.arange(4)[None], differences, covariance[None])
+    draws = 200_000
+    moved = differences + torch.randn(draws, 3).double() @ root.T
+    shares = torch.nn.functional.pad(-moved, (1, 0)).softmax(-1)
+    together = float(logits.softmax(-1)[0, :4].sum())
+    error = together * shares.std(0) / math.sqrt(draws)
+    assert ((found[0, :4] - together * shares.mean(0)).abs() < 5.0 * error).all()
+    assert found[0, 4] == logits.softmax(-1)[0, 4]
+
+
+def test_averaged_probabilities_of_two_classes_are_a_normal_integral():
+    from scipy import integrate
+
+    from bayesattn.doubt.predictive import averaged_probabilities
+
+    d, variance = torch.tensor([0.3, 2.0]), torch.tensor([4.0, 0.01])
+    p = torch.sigmoid(d)
+    found = averaged_probabilities(
+        torch.stack([1 - p, p], 1), torch.tensor([[1, 0], [1, 0]]), d[:, None], variance[:, None, None]
+    )
+    for row in range(2):
+        mean, std = float(d[row]), float(variance[row]) ** 0.5
+        expected = integrate.quad(lambda x, m=mean, s=std: stats.norm.pdf(x, m, s) / (1 + math.exp(-x)), -20, 20)[0]
+        assert math.isclose(float(found[row, 1]), expected, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_wrong_number_of_classes_is_refused(count):
+    model, inputs = build("bert-sdpa")
+    with pytest.raises(ValueError, match=f"num_classes is {count}"):
+        ba.uncertainty(model, inputs, num_classes=count)
