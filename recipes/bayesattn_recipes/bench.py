@@ -118,7 +118,7 @@ def whole_step(experiment: Experiment, training: TrainingConfig, device: str) ->
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=is_cuda), record_kl() as scope:
             loss = experiment.nll(model, batch)
-        kl = scope.total() if len(scope) else loss.new_zeros(())
+        kl = scope.total()
         elbo(loss / num_labels, kl, kl_weight=0.01, labels_per_example=num_labels / examples, max_share=None).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

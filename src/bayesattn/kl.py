@@ -4,8 +4,9 @@
         loss = model(x).loss
     loss = elbo(loss, kl.total(), kl_weight=kl_weight).loss
 
-One entry per *call*: ALBERT runs one module twelve times, a decoder once a step. Without a scope modules skip the KL
-altogether.
+One entry per *call*: ALBERT runs one module twelve times, a decoder once per step. Without a scope modules skip the KL
+altogether. A scope also notes Bayesian modules that have no KL (`soft`, `BAM-NOKL`): their total is 0, while a scope in
+which no Bayesian module ran is an error.
 
 Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant checkpointing is the exception: it runs
 the forward without a graph and again, with one, during the backward pass, when the scope is long closed. For such
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,26 +44,42 @@ class KLScope:
     _values: list[Tensor] = field(default_factory=list)
     # which entries were computed under no_grad; any other without a graph is a constant (frozen parameters)
     _is_detached: list[bool] = field(default_factory=list)
-    _is_read: bool = False
+    # by whether gradients were on when it was read
+    _totals: dict[bool, Tensor] = field(default_factory=dict)
+    # of the calls without a KL: the last module that said it ran, and where the last output was
+    _caller: torch.nn.Module | None = None
+    _device: torch.device | None = None
     # detached entries, still to be recomputed in backward, and the KL weight to give them
     _num_detached: int = 0
     _num_carried: int = 0
     _weight: Tensor | None = None
 
     def total(self) -> Tensor:
-        """Return the KL of one example: summed over calls, averaged over the batch. May be read once.
+        """Return the KL of one example: summed over calls, averaged over the batch; 0 where no call had a KL.
+
+        Every read returns the same tensor; inside `torch.no_grad()` it is one without a graph.
 
         Raises:
-            RuntimeError: The scope was read before, or nothing was recorded.
+            RuntimeError: No Bayesian module ran inside the scope.
         """
-        if self._is_read:
-            raise RuntimeError("kl.total() was read before: the KL would count twice; use kl.per_layer() for logging")
-        if not self._values:
-            raise RuntimeError(
-                "nothing was recorded: the model ran no Bayesian attention with a KL inside this record_kl() scope, "
-                "or it ran outside of it"
-            )
-        self._is_read = True
+        has_grad = torch.is_grad_enabled()
+        if has_grad not in self._totals:
+            self._totals[has_grad] = self._sum_entries() if self._values else self._zero()
+        return self._totals[has_grad]
+
+    def _zero(self) -> Tensor:
+        device = self._device
+        if device is None:
+            if self._caller is None:
+                raise RuntimeError(
+                    "nothing was recorded: no Bayesian attention ran inside this record_kl() scope. Run the model inside "
+                    "the scope and in the same thread, and convert it first (bayesianize) if it is deterministic"
+                )
+            held = next(chain(self._caller.parameters(), self._caller.buffers()), None)
+            device = None if held is None else held.device
+        return torch.zeros((), device=device)
+
+    def _sum_entries(self) -> Tensor:
         entries = list(zip(self._values, self._is_detached, strict=True))
         terms = [_mean(value) for value, is_detached in entries if not is_detached]
         detached = [_mean(value) for value, is_detached in entries if is_detached]
@@ -116,7 +134,10 @@ def is_recording(module: torch.nn.Module) -> bool:
     """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call."""
     if _in_backward():
         return _replayed_scope() is not None or getattr(module, "_recorded_last", False)
-    recording = _active_scope() is not None
+    scope = _active_scope()
+    recording = scope is not None
+    if scope is not None:
+        scope._caller = module
     has_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     # only where it changes: a module takes its time to be given an attribute
     if has_graph and getattr(module, "_recorded_last", None) is not recording:
@@ -124,21 +145,26 @@ def is_recording(module: torch.nn.Module) -> bool:
     return recording
 
 
-def record(output: Tensor, kl: Tensor, module: torch.nn.Module) -> Tensor:
+def record(output: Tensor, kl: Tensor | None, module: torch.nn.Module) -> Tensor:
     """Add one call's KL to the open scope and return `output`, which carries the gradient where it must.
 
     Args:
         output: The attention output; always use the returned tensor in its place.
-        kl: KL of each example.
+        kl: KL of each example; None for a call without one, of which the scope notes only that it ran.
         module: Who made the call; its `kl_name` names the entry.
     """
+    if kl is None:
+        scope = _active_scope()
+        if scope is not None:
+            scope._device = output.device
+        return output
     if _in_backward():
         # recorded in the forward pass; a scope that is still open must not see it twice
         scope = _replayed_scope()
         return output if scope is None else _Carry.apply(output, kl, scope)
     scope = _active_scope()
     if scope is not None:
-        if scope._is_read:
+        if scope._totals:
             raise RuntimeError(
                 f"{module.kl_name} was called after kl.total() was read: its KL would count for nothing; read the total "
                 "after the last call"

@@ -91,7 +91,7 @@ def test_padded_batch_has_the_likelihood_the_kl_and_the_gradients_of_the_batch(v
         model.zero_grad()
         with record_kl() as kl:
             nll = experiment.nll(model, given)
-        (nll + (kl.total() if len(kl) else 0.0)).backward()
+        (nll + kl.total()).backward()
         found.append([nll.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert experiment.num_labels(padded) == experiment.num_labels(batch)
     for ours, truth in zip(found[1], found[0], strict=True):
@@ -173,7 +173,7 @@ def test_no_training_step_waits_for_the_device(variant):
         batch = {name: mode.from_tensor(value) for name, value in padded.items()}
         with record_kl() as kl:
             nll = experiment.nll(experiment.model.train(), batch)
-        (nll + (kl.total() if len(kl) else 0.0)).backward()
+        (nll + kl.total()).backward()
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,25 @@ def test_the_gradient_of_the_total_is_that_of_the_functional_kl():
     torch.testing.assert_close(recorded, layer.in_proj_weight.grad)
 
 
-def test_a_scope_read_twice_raises():
+def test_a_total_may_be_read_any_number_of_times():
+    layer = _layer()
     with record_kl() as kl:
-        _call(_layer(), X)
-    kl.total()
-    with pytest.raises(RuntimeError, match="read before"):
-        kl.total()
-    kl.per_layer()  # logging may go on
+        _call(layer, X)
+    with torch.no_grad():
+        logged = kl.total()
+    total = kl.total()
+    assert kl.total() is total
+    assert total.requires_grad
+    assert not logged.requires_grad
+    assert torch.equal(logged, total.detach())
+    kl.per_layer()
     kl.per_call()
+    (total + 2.0 * kl.total()).backward()
+    gradient, layer.in_proj_weight.grad = layer.in_proj_weight.grad, None
+    with record_kl() as kl:
+        _call(layer, X)
+    (3.0 * kl.total()).backward()
+    torch.testing.assert_close(gradient, layer.in_proj_weight.grad)
 
 
 def test_a_call_recorded_after_the_total_was_read_raises():
@@ -111,12 +122,45 @@ def test_nested_scopes_raise_and_leave_the_outer_one_usable():
     assert len(outer) == 2
 
 
-def test_nothing_recorded_raises():
-    for model in (nn.Linear(6, 6), _layer(ba.AttentionConfig("BAM-NOKL")), _layer(ba.AttentionConfig("soft"))):
+def test_a_scope_without_bayesian_calls_raises():
+    layer = _layer()
+    with record_kl() as kl:
+        nn.Linear(6, 6)(X)
+    _call(layer, X)
+    with pytest.raises(RuntimeError, match="no Bayesian attention ran"):
+        kl.total()
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL"])
+def test_the_total_of_variants_without_a_kl_is_zero(variant, train):
+    config = ba.AttentionConfig(variant)
+    softmax = ba.nn.BayesianWeights(config)
+    additive = ba.nn.AdditiveAttention(6, 6, 4, config=config)
+    encoder = ba.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, config=config)
+    hosted = ba.bayesianize(nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), 1), config)
+    runs = {
+        _layer(config): lambda module: _call(module, X),
+        softmax: lambda module: module(X),
+        additive: lambda module: module(X, X),
+        encoder: lambda module: module(X),
+        hosted: lambda module: module(X),
+    }
+    for module, run in runs.items():
+        module.train(train)
         with record_kl() as kl:
-            model(X) if isinstance(model, nn.Linear) else _call(model, X)
-        with pytest.raises(RuntimeError, match="nothing was recorded"):
-            kl.total()
+            run(module)
+        assert len(kl) == 0
+        assert kl.total() is kl.total()
+        assert kl.total().item() == 0.0
+        assert not kl.total().requires_grad
+
+
+def test_a_zero_total_is_where_the_module_is():
+    layer = _layer(ba.AttentionConfig("soft")).to("meta")
+    with record_kl() as kl:
+        _call(layer, X.to("meta"))
+    assert kl.total().device.type == "meta"
 
 
 def test_a_scope_closes_when_its_body_fails():
@@ -226,3 +270,12 @@ def test_backward_twice_through_one_graph_counts_the_kl_twice():
     once = layer.in_proj_weight.grad.clone()
     loss.backward()
     torch.testing.assert_close(layer.in_proj_weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL"])
+def test_a_compiled_call_without_a_kl_is_noticed(variant):
+    compiled = torch.compile(_layer(ba.AttentionConfig(variant)), backend="eager", fullgraph=True)
+    for _ in range(2):
+        with record_kl() as kl:
+            compiled(X, X, X, need_weights=False)
+        assert kl.total().item() == 0.0

@@ -51,7 +51,7 @@ def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 5, 
     for _ in range(steps):
         with ba.record_kl(model) as kl:
             nll = model(x).square().mean()
-        loss = ba.elbo(nll, kl.total()).loss if use_kl and len(kl) else nll
+        loss = ba.elbo(nll, kl.total()).loss if use_kl else nll
         model.zero_grad()
         loss.backward()
         for optimizer in optimizers:

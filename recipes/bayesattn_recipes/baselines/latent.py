@@ -120,8 +120,10 @@ class LatentAlignment(RivalModule):
         log_prior = categorical.log_probs(prior_scores, valid)
         if not self.training or self.inference is None:
             if variant == "variational-dirichlet":
-                return -mixed(dirichlet.mean(dirichlet.concentration(prior_scores), valid))
-            return exact_nll(log_prior, each_key())
+                nll = -mixed(dirichlet.mean(dirichlet.concentration(prior_scores), valid))
+            else:
+                nll = exact_nll(log_prior, each_key())
+            return self._record(nll, None)
         scores = self.inference(*inputs)
         if variant == "variational-dirichlet":
             alpha_q, alpha_p = dirichlet.concentration(scores), dirichlet.concentration(prior_scores)

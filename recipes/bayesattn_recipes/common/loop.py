@@ -223,7 +223,7 @@ class _Loop:
             observe_entropy() if observe else nullcontext(EntropyScope()) as entropy,
         ):
             nll = self.experiment.nll(model, batch)
-        return nll, scope.total() if len(scope) else nll.new_zeros(()), entropy
+        return nll, scope.total(), entropy
 
     def _is_finite(self, loss: Tensor) -> bool:
         """Clip the gradient, and say whether it and the loss are finite in all processes."""

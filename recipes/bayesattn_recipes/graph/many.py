@@ -176,7 +176,7 @@ def fit_many(
         with record_kl() as scope:
             nll = train.cross_entropies(model(inputs)[:, rows]).sum()
         # the total is a mean over the copies, the loss a sum
-        loss = nll + copies * schedule(epoch) * scope.total() if len(scope) else nll
+        loss = nll + copies * schedule(epoch) * scope.total()
         optimizer.zero_grad()
         loss.backward()
         decay()

@@ -32,7 +32,7 @@ def training_step(model: Translator, batch: dict[str, Any], *, precision: str = 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"), record_kl() as kl:
             loss = with_score_function(model, lambda: model(**batch), batch["target_out"] != PAD).sum()
-        total = loss + kl.total() * len(batch["source_lengths"]) if len(kl) else loss
+        total = loss + kl.total() * len(batch["source_lengths"])
         (total / labels).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()

@@ -68,7 +68,8 @@ class BayesianModule(nn.Module):
     @property
     def needs_kl(self) -> bool:
         """Whether the next call's KL reaches anyone."""
-        return self.config.has_kl and is_recording(self)
+        # in this order: a scope notes modules without a KL, too
+        return is_recording(self) and self.config.has_kl
 
     @property
     def is_measured(self) -> bool:
@@ -94,7 +95,7 @@ class BayesianModule(nn.Module):
         return p if self.training or self.drops_in_eval else 0.0
 
     def _record(self, output: Tensor, kl: Tensor | None) -> Tensor:
-        return output if kl is None else record(output, kl, self)
+        return record(output, kl, self)
 
     def __getstate__(self) -> dict[str, Any]:
         # the scope that switched these on ends for the module it was opened on, and not for a copy

@@ -94,7 +94,7 @@ def test_a_training_step_reaches_every_parameter_of_any_model(name, variant):
     expected = {name for name, p in plain.named_parameters() if p.grad is not None}
     with ba.record_kl() as kl:
         nll = with_score_function(model, lambda: losses(model)).sum()
-    (nll + kl.total() if len(kl) else nll).backward()
+    (nll + kl.total()).backward()
     assert (len(kl) > 0) == choice(variant).has_kl
     found = {name: p.grad for name, p in model.named_parameters()}
     assert {name for name in found if found[name] is not None and "bayes" not in name} == expected
@@ -186,7 +186,7 @@ def test_layers_of_a_graph_take_rivals(kind, variant):
     model.train()
     with ba.record_kl() as kl:
         loss = with_score_function(model, lambda: (model(x, GRAPH) - 1.0).square().sum().view(1)).sum()
-    (loss + kl.total() if len(kl) else loss).backward()
+    (loss + kl.total()).backward()
     assert_finite(*(parameter.grad for parameter in model.parameters()))
     restore(model.eval())
     assert torch.equal(model(x, GRAPH), before)

@@ -66,7 +66,7 @@ def test_training_gives_every_parameter_a_gradient_and_padding_none(variant):
     with record_kl() as kl:
         loss = with_score_function(layer, losses).sum()
     assert (len(kl) > 0) == layer.config.has_kl
-    (loss + kl.total() if len(kl) else loss).backward()
+    (loss + kl.total()).backward()
     # keys that follow no query: padding
     assert_finite(x.grad, *(parameter.grad for parameter in layer.parameters()))
     names = [name for name, parameter in layer.named_parameters() if not parameter.grad.any()]
@@ -102,7 +102,7 @@ def test_autocast_leaves_weights_and_kl_in_float32(variant):
     with torch.autocast("cpu", torch.bfloat16), record_kl() as kl:
         losses = with_score_function(layer, lambda: layer(x, x, x, need_weights=False)[0].float().square().mean(dim=(1, 2)))
     assert all(value.dtype == torch.float32 for _, value in kl.per_call())
-    (losses.sum() + (kl.total() if len(kl) else 0.0)).backward()
+    (losses.sum() + kl.total()).backward()
     assert_finite(*(parameter.grad for parameter in layer.parameters()))
 
 
@@ -116,7 +116,7 @@ def test_own_variants_of_a_choice_are_those_of_a_plain_config_bit_for_bit(varian
         x = tokens().requires_grad_()
         with record_kl() as kl:
             output = layer(x, x, x, need_weights=False)[0]
-        total = output.square().sum() + (kl.total() if len(kl) else 0.0)
+        total = output.square().sum() + kl.total()
         total.backward()
         results.append({"output": output.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
     assert results[0].keys() == results[1].keys()

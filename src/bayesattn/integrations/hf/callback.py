@@ -55,7 +55,6 @@ class KLCallback(BayesianCallback):
         self.max_share = max_share
         self._log = ElboLog()
         self._hooks: list[RemovableHandle] = []
-        self._has_kl = False
         self._kl_weight = 0.0
         # what the hook before the forward leaves for the one after it
         self._open: ExitStack | None = None
@@ -68,7 +67,7 @@ class KLCallback(BayesianCallback):
         self.remove()
         if model is None:
             raise ValueError("model is None; allowed: a Trainer with a model")
-        self._has_kl = _check(model, kwargs)
+        _check(model, kwargs)
         self._log = ElboLog()
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -124,7 +123,7 @@ class KLCallback(BayesianCallback):
             )
         parts = negative_elbo(
             nll,
-            scope.total() if self._has_kl else None,
+            scope.total(),
             kl_weight=self._kl_weight,
             max_share=self.max_share,
             examples=count_examples(kwargs),
@@ -143,14 +142,13 @@ class KLCallback(BayesianCallback):
         self._open, self._scope = None, None
 
 
-def _check(model: nn.Module, event: dict[str, Any]) -> bool:
-    """Say whether the model has a KL; raise if nothing is Bayesian, warn about priors that would not be trained."""
-    has_kl = check_trainable(model)
+def _check(model: nn.Module, event: dict[str, Any]) -> None:
+    """Raise if nothing is Bayesian, warn about priors that would not be trained."""
+    check_trainable(model)
     optimizer = event.get("optimizer")
     # DeepSpeed's stand-in is no optimizer
     if isinstance(optimizer, Optimizer):
         check_optimizers(model, [optimizer])
-    return has_kl
 
 
 def _refuse(args: Any) -> None:

@@ -28,7 +28,7 @@ IGNORED_LABEL = -100
 
 def negative_elbo(
     nll: Tensor,
-    kl: Tensor | None,
+    kl: Tensor,
     *,
     kl_weight: float,
     max_share: float | None,
@@ -40,7 +40,7 @@ def negative_elbo(
 
     Args:
         nll: Mean over the labels of this micro-batch.
-        kl: Mean over its examples; None where no attention has one.
+        kl: Mean over its examples.
         kl_weight: λ_t.
         max_share: Largest weighted KL, as a share of this micro-batch's NLL; None for no cap.
         examples: Examples of this micro-batch.
@@ -48,8 +48,7 @@ def negative_elbo(
         num_items: Labels of the whole optimiser step. Where the Trainer counts them it adds the micro-batches' losses, and
             otherwise takes their mean.
     """
-    kl = torch.zeros_like(nll.detach()) if kl is None else kl.to(nll.device)
-    parts = elbo(nll, kl, kl_weight=kl_weight, labels_per_example=max(labels, 1) / examples, max_share=max_share)
+    parts = elbo(nll, kl.to(nll.device), kl_weight=kl_weight, labels_per_example=max(labels, 1) / examples, max_share=max_share)
     return parts if num_items is None else parts._replace(loss=parts.loss * (labels / num_items))
 
 
@@ -101,10 +100,9 @@ class ElboLog:
         return {"nll": nll / count, "kl": kl / count, "kl_weight": weight / count}
 
 
-def check_trainable(model: nn.Module) -> bool:
-    """Say whether the model has a KL; raise if it has no Bayesian attention, warn if priors would not be trained."""
-    parts = [module for module in model.modules() if isinstance(module, BayesianModule) and module.config.is_stochastic]
-    if not parts:
+def check_trainable(model: nn.Module) -> None:
+    """Raise if the model has no stochastic attention, warn if priors would not be trained."""
+    if not any(isinstance(module, BayesianModule) and module.config.is_stochastic for module in model.modules()):
         raise ValueError(
             f"model is a {type(model).__name__} without stochastic attention; call bayesianize(model, config) first"
         )
@@ -116,7 +114,6 @@ def check_trainable(model: nn.Module) -> bool:
             UserWarning,
             stacklevel=3,
         )
-    return any(part.config.has_kl for part in parts)
 
 
 def _is_frozen(part: BayesianModule) -> bool:

@@ -45,7 +45,7 @@ class BayesianTrainerMixin(_TrainerBase):
         check_max_share(max_share)
         self.max_share = max_share
         self._elbo_log = ElboLog()
-        self._has_kl = check_trainable(cast(nn.Module, self.model))
+        check_trainable(cast(nn.Module, self.model))
         # one that the Trainer builds has every parameter; DeepSpeed's stand-in is no optimizer
         if isinstance(self.optimizer, Optimizer):
             check_optimizers(cast(nn.Module, self.model), [self.optimizer])
@@ -78,7 +78,7 @@ class BayesianTrainerMixin(_TrainerBase):
         outputs = results[0]
         parts = negative_elbo(
             nll / self._process_factor(items),
-            scope.total() if self._has_kl else None,
+            scope.total(),
             kl_weight=self.kl_schedule(self.state.global_step),
             max_share=self.max_share,
             examples=examples,
