@@ -4,8 +4,12 @@
 
 The paper indexes α and μ by the query i; Ψ has one row per key, so j is meant. A fixed prior has no parameters and
 needs no module: it is `gamma_alpha` or `mu_p` of the config.
+
+Initial values come from a generator of the prior's own, seeded by the state of torch's generators (which it reads and does
+not advance) and a name. So soft and Bayesian models built after the same `torch.manual_seed` share every other initial value.
 """
 
+import hashlib
 import math
 
 import torch
@@ -45,6 +49,8 @@ class ContextualPrior(nn.Module):
         key_dim: Features of a key (of one head).
         num_heads: Heads of the keys.
         config: Uses `prior_hidden_dim`, `prior_per_head` and `detach_keys`.
+        name: Tells apart priors that are built with no draw from torch's generators in between; `bayesianize` gives the
+            attention module's name. With the same name they start from the same values.
     """
 
     def __init__(
@@ -54,8 +60,11 @@ class ContextualPrior(nn.Module):
         config: AttentionConfig,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        name: str = "",
     ) -> None:
         super().__init__()
+        self.name = name
         if key_dim < 1 or num_heads < 1:
             raise ValueError(f"key_dim, num_heads are {key_dim}, {num_heads}; allowed: integers of at least 1")
         self.num_networks = num_heads if config.prior_per_head else 1
@@ -70,10 +79,11 @@ class ContextualPrior(nn.Module):
 
     def reset_parameters(self) -> None:
         """He initialisation for the ReLU layer, zero biases, as the authors' graph code has it."""
-        nn.init.normal_(self.weight_in, std=math.sqrt(2.0 / self.weight_in.shape[1]))
+        generator = _own_generator(self.name, self.weight_in.device)
+        _draw_normal(self.weight_in, math.sqrt(2.0 / self.weight_in.shape[1]), generator)
         nn.init.zeros_(self.bias_in)
         nn.init.zeros_(self.bias_out)
-        nn.init.normal_(self.weight_out, std=math.sqrt(1.0 / self.weight_out.shape[1]))
+        _draw_normal(self.weight_out, math.sqrt(1.0 / self.weight_out.shape[1]), generator)
 
     def forward(
         self, key: Float[Tensor, "b h n d"], valid: Bool[Tensor, "#b #h n"] | None = None
@@ -144,3 +154,20 @@ class ContextualPrior(nn.Module):
         """Show sizes in `print(model)`."""
         _, key_dim, hidden = self.weight_in.shape
         return f"key_dim={key_dim}, hidden_dim={hidden}, networks={self.num_networks}"
+
+
+def _own_generator(name: str, device: torch.device) -> torch.Generator:
+    """Return a CPU generator seeded by the state of torch's generators and a name; torch's own are not advanced."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8)
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    if device.type not in ("cpu", "meta"):
+        # what is built on a device advances the device's generator alone
+        digest.update(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
+    return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little", signed=True))
+
+
+@torch.no_grad()
+def _draw_normal(parameter: nn.Parameter, std: float, generator: torch.Generator) -> None:
+    # on the CPU and in float32 or better: the same values on every device
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    parameter.copy_(torch.empty(parameter.shape, dtype=wide, device="cpu").normal_(0.0, std, generator=generator))

@@ -28,6 +28,7 @@ class HostedAttention(BayesianModule):
         config: What is random.
         key_dim: Features of a key of one head.
         num_heads: Heads of the keys.
+        name: Of the module it is a child of, in its model.
     """
 
     settings: Tensor
@@ -38,12 +39,13 @@ class HostedAttention(BayesianModule):
         *,
         key_dim: int | None,
         num_heads: int,
+        name: str,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("settings", torch.empty(0, dtype=torch.uint8, device=device))
-        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype, prior_name=name)
         # set from outside: one noise draw per sequence (`generate`), and the batch that windows were cut from
         self.stream: NoiseStream | None = None
         self.batch: Batch | None = None

@@ -30,7 +30,7 @@ def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
     state = module.__dict__
     same_embed_dim = state.pop("_qkv_same_embed_dim")
     try:
-        become_bayesian(module, MultiheadAttention, config, key_dim=module.head_dim, num_heads=module.num_heads)
+        become_bayesian(module, MultiheadAttention, config, name, key_dim=module.head_dim, num_heads=module.num_heads)
     except BaseException:
         state["_qkv_same_embed_dim"] = same_embed_dim
         raise
@@ -52,7 +52,7 @@ def detach(model: nn.Module, name: str) -> None:
 
 
 def become_bayesian(
-    module: Any, bayesian_class: type[BayesianModule], config: AttentionConfig, *, key_dim: int, num_heads: int
+    module: Any, bayesian_class: type[BayesianModule], config: AttentionConfig, name: str, *, key_dim: int, num_heads: int
 ) -> None:
     """Swap the class of `module` for a Bayesian subclass and give it what that class needs."""
     plain_class = type(module)
@@ -63,6 +63,7 @@ def become_bayesian(
             config,
             key_dim=key_dim,
             num_heads=num_heads,
+            prior_name=name,
             device=None if like is None else like.device,
             dtype=None if like is None else like.dtype,
         )

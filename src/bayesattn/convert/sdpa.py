@@ -83,9 +83,8 @@ def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
     """Attach the Bayesian part as a child and swap the class."""
     module = model.get_submodule(name)
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-    child = HostedAttention(
-        config, key_dim=key_dim(module), num_heads=num_key_heads(module) or 1, device=like.device, dtype=like.dtype
-    )
+    sizes = {"key_dim": key_dim(module), "num_heads": num_key_heads(module) or 1}
+    child = HostedAttention(config, **sizes, name=name, device=like.device, dtype=like.dtype)
     module.add_module(CHILD_NAME, child.train(module.training))
     module.__class__ = _intercepting(type(module))
 

@@ -38,6 +38,7 @@ class BayesianModule(nn.Module):
         num_heads: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        prior_name: str = "",
         takes_rival: bool = True,
     ) -> None:
         if not isinstance(config, AttentionConfig):
@@ -58,7 +59,7 @@ class BayesianModule(nn.Module):
             self.bayes_rival = config.build_rival(head_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
         if is_contextual:
             assert key_dim is not None
-            self.bayes_prior = ContextualPrior(key_dim, num_heads, config, device=device, dtype=dtype)
+            self.bayes_prior = ContextualPrior(key_dim, num_heads, config, device, dtype, name=prior_name)
 
     @property
     def is_sampling(self) -> bool:

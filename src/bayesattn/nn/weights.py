@@ -16,6 +16,8 @@ class BayesianWeights(BayesianModule):
         config: What is random.
         key_dim: Features of a key of one head; needed for contextual priors.
         num_heads: Heads of the scores; matters only for `prior_per_head`.
+        prior_name: Where several of these are built one right after the other, a name for each: contextual priors of the
+            same name and generator state start from the same values.
 
     Example:
         >>> softmax = BayesianWeights(AttentionConfig("BAM-WC"), key_dim=8)
@@ -30,13 +32,14 @@ class BayesianWeights(BayesianModule):
         *,
         key_dim: int | None = None,
         num_heads: int = 1,
+        prior_name: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         options = {"device": device, "dtype": dtype}
         # it takes the place of the softmax itself: `baselines.build_weights` builds the others that do
-        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, takes_rival=False, **options)
+        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, takes_rival=False, **options)
 
     def log_prior(
         self, keys: Float[Tensor, "b h n d"] | Float[Tensor, "b n d"], valid: Bool[Tensor, "..."] | None = None

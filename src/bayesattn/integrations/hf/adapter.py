@@ -45,6 +45,7 @@ def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
         config,
         key_dim=key_dim(module),
         num_heads=num_key_heads(module) or 1,
+        name=name,
         device=like.device,
         dtype=like.dtype,
     )

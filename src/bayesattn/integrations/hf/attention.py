@@ -40,7 +40,7 @@ class HFAttention(HostedAttention):
     Args:
         host_config: The config object the module had; names the implementation that runs when nothing is sampled.
         eager: `eager_attention_forward` of the module's file, which is not in the registry.
-        config, key_dim, num_heads: As in `HostedAttention`.
+        config, key_dim, num_heads, name: As in `HostedAttention`.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class HFAttention(HostedAttention):
         *,
         key_dim: int | None,
         num_heads: int,
+        name: str,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        super().__init__(config, key_dim=key_dim, num_heads=num_heads, name=name, device=device, dtype=dtype)
         self.host_config = host_config
         self.eager = eager
 

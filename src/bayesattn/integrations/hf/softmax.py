@@ -58,7 +58,8 @@ def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
     like = next(p for p in module.parameters() if p.is_floating_point())
     # Falcon's new architecture repeats its keys for all heads before it multiplies
     heads = module.num_heads if getattr(module, "new_decoder_architecture", False) else num_key_heads(module)
-    child = HostedAttention(config, key_dim=key_dim(module), num_heads=heads or 1, device=like.device, dtype=like.dtype)
+    sizes = {"key_dim": key_dim(module), "num_heads": heads or 1}
+    child = HostedAttention(config, **sizes, name=name, device=like.device, dtype=like.dtype)
     child.batch = batch_of(model, name)
     module.add_module(CHILD_NAME, child.train(module.training))
     module.__class__ = _intercepting(type(module))

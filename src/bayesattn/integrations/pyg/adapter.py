@@ -46,7 +46,7 @@ def _refusal(config: AttentionConfig) -> str | None:
 def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
     """Turn the layer into its Bayesian counterpart."""
     layer: Any = model.get_submodule(name)
-    become_bayesian(layer, _BAYESIAN[type(layer)], config, key_dim=layer.out_channels, num_heads=layer.heads)
+    become_bayesian(layer, _BAYESIAN[type(layer)], config, name, key_dim=layer.out_channels, num_heads=layer.heads)
 
 
 def bayesian_part(module: nn.Module) -> BayesianModule | None:
