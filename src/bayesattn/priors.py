@@ -5,8 +5,8 @@
 The paper indexes α and μ by the query i; Ψ has one row per key, so j is meant. A fixed prior has no parameters and
 needs no module: it is `gamma_alpha` or `mu_p` of the config.
 
-Initial values come from a generator of the prior's own, seeded by the state of torch's generators (which it reads and does
-not advance) and a name. So soft and Bayesian models built after the same `torch.manual_seed` share every other initial value.
+Initial values come from a generator of the prior's own. Its seed is a hash of a name and of the state of torch's generators,
+which are read and not advanced. So soft and Bayesian models of one `torch.manual_seed` share every other initial value.
 """
 
 import hashlib

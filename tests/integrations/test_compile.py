@@ -97,6 +97,18 @@ def test_every_module_compiles_whole_in_train_and_eval_mode(name, variant):
         assert len(kl) == len(plain_kl)
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL"])
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled_calls_without_a_kl_are_noticed(name, variant, train):
+    module = MODULES[name](ba.AttentionConfig(variant)).train(train)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    for _ in range(2):
+        with record_kl() as kl:
+            compiled()
+        assert kl.total().item() == 0.0
+
+
 @pytest.mark.parametrize("variant", ["BAM-NOKL", "BAM-LF"])
 def test_compiled_modules_draw_anew_and_follow_manual_seed(variant):
     module = MODULES["multihead"](ba.AttentionConfig(variant, weibull_k=1.0, sigma_q=1.0))

@@ -1,8 +1,11 @@
 """AttentionConfig: the paper's names, presets as stated, bad values refused by name."""
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
+import re
 
 import pytest
 
@@ -111,6 +114,76 @@ def test_mu_p_must_be_finite(value):
 def test_prior_hidden_dim_must_be_a_positive_integer(value):
     with pytest.raises(ValueError, match=f"prior_hidden_dim is {value}; allowed: an integer of at least 1"):
         AttentionConfig("BAM-WC", prior_hidden_dim=value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "posterior", "prior"),
+    [
+        ("soft", "none", None),
+        ("soft", None, None),
+        ("BAM-NOKL", "weibull", None),
+        ("BAM-LF", "lognormal", "fixed"),
+        ("BAM-LC", "lognormal", "contextual"),
+        ("BAM-WF", "weibull", "fixed"),
+        ("BAM-WC", "weibull", "contextual"),
+    ],
+)
+def test_posterior_and_prior_say_what_the_code_says(variant, posterior, prior):
+    config = AttentionConfig(posterior=posterior, prior=prior, weibull_k=3.0)
+    assert config == AttentionConfig(variant, weibull_k=3.0)
+    assert hash(config) == hash(AttentionConfig(variant, weibull_k=3.0))
+    assert config.variant == variant
+    assert AttentionConfig(variant, posterior=posterior, prior=prior).variant == variant
+    assert AttentionConfig.from_dict({"posterior": posterior, "prior": prior}).variant == variant
+    for other in ("soft", "BAM-WC", "BAM-LF"):
+        assert dataclasses.replace(AttentionConfig(other), variant=variant).variant == variant
+        assert dataclasses.replace(AttentionConfig(other), posterior=posterior, prior=prior).variant == variant
+
+
+def test_what_is_left_out_is_the_defaults_or_the_old_configs():
+    assert AttentionConfig(posterior="lognormal").variant == "BAM-LC"
+    assert AttentionConfig(prior="fixed").variant == "BAM-WF"
+    assert AttentionConfig(posterior="none").variant == "soft"
+    assert dataclasses.replace(AttentionConfig("BAM-WF"), posterior="lognormal").variant == "BAM-LF"
+    assert dataclasses.replace(AttentionConfig("BAM-LF"), prior="contextual").variant == "BAM-LC"
+    assert dataclasses.replace(AttentionConfig("BAM-LF"), posterior="none").variant == "soft"
+    assert AttentionConfig("BAM-LF", prior="fixed").variant == "BAM-LF"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"variant": "BAM-WC", "posterior": "lognormal"},
+            "variant is 'BAM-WC', and posterior='lognormal' makes it 'BAM-LC'",
+        ),
+        ({"variant": "BAM-LF", "prior": "contextual"}, "variant is 'BAM-LF', and prior='contextual' makes it 'BAM-LC'"),
+        ({"posterior": "lognormal", "prior": None}, "posterior 'lognormal' with prior None; allowed"),
+        ({"posterior": "none", "prior": "fixed"}, "posterior None with prior 'fixed'; allowed"),
+        ({"posterior": "gamma"}, "posterior is 'gamma'; allowed: 'none', 'weibull', 'lognormal', None"),
+        ({"prior": "none"}, "prior is 'none'; allowed: 'fixed', 'contextual', None"),
+    ],
+)
+def test_contradictions_are_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AttentionConfig(**values)
+    if "variant" in values:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            dataclasses.replace(AttentionConfig("soft"), **values)
+
+
+@pytest.mark.parametrize(
+    "passed_on", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), lambda c: c.from_dict(c.to_dict())]
+)
+def test_replacing_the_preset_replaces_its_forms_and_keeps_those_that_were_given(passed_on):
+    config = passed_on(AttentionConfig("BAM-LC", mu_form="psi", sigma_q=0.2))
+    paper = dataclasses.replace(config, preset="paper")
+    assert paper == AttentionConfig("BAM-LC", preset="paper", mu_form="psi", sigma_q=0.2)
+    assert dataclasses.replace(passed_on(paper), preset="default", mu_form=None) == AttentionConfig("BAM-LC", sigma_q=0.2)
+    # given beside the new preset, though the old one had it too
+    assert dataclasses.replace(config, preset="paper", kl_reduction="row_mean").kl_reduction == "row_mean"
+    assert AttentionConfig(preset="paper", kl_reduction=config.kl_reduction).kl_reduction == "row_mean"
+    assert dataclasses.replace(config, sigma_q=0.4).kl_reduction == "row_mean"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A contextual prior does not disturb what is built beside it: soft and Bayesian models of one seed differ in the prior alone."""
+"""Soft and Bayesian models of one seed differ in the contextual prior alone."""
 
 import pytest
 import torch

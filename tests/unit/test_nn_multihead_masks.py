@@ -115,7 +115,7 @@ def test_large_scores_in_float16_stay_finite_with_weights_shown():
     inputs = tuple(500.0 * x for x in _inputs(torch.float16))
     for need_weights in (False, True):
         kl, output = _kl_and_output(attention, inputs, need_weights=need_weights)
-        gradients = torch.autograd.grad(output.float().mean() + kl, list(attention.parameters()), allow_unused=True)
+        gradients = torch.autograd.grad(output.float().mean() + 0.1 * kl, list(attention.parameters()), allow_unused=True)
         assert all(bool(x.isfinite().all()) for x in (kl, output, *gradients) if x is not None)
 
 

@@ -12,6 +12,8 @@ pytest.importorskip("pyright")
 ROOT = Path(__file__).parents[2]
 # lines with "wrong" must be refused, all others accepted
 SNIPPET = """
+import dataclasses
+
 import bayesattn as ba
 import bayesattn.metrics
 import torch
@@ -22,6 +24,12 @@ x, model = torch.zeros(2, 3, 5, 7), torch.nn.Linear(7, 3)
 config = ba.AttentionConfig("BAM-WC", preset="paper", kl_reduction="row_mean", mu_form="psi")
 ba.AttentionConfig("BAM-XX")  # wrong
 ba.AttentionConfig("hard-gumbel")  # wrong
+ba.AttentionConfig(posterior="weibull", prior="contextual", weibull_k=3.0)
+ba.AttentionConfig(posterior="none", prior=None)
+ba.AttentionConfig(posterior=None)
+ba.AttentionConfig(posterior="wiebull")  # wrong
+ba.AttentionConfig(posterior="weibull", prior="contextul")  # wrong
+dataclasses.replace(config, preset="paper").kl_reduction
 ba.AttentionConfig(preset="papers")  # wrong
 ba.AttentionConfig(score_form="log-softmax")  # wrong
 ba.AttentionConfig(alpha_form="log_psi")  # wrong

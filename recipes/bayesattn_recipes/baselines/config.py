@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from bayesattn.config import VARIANTS, AttentionConfig, Family, PriorKind, Variant
+from bayesattn.config import DEFAULT_VARIANT, VARIANTS, AttentionConfig, Family, PriorKind, Variant
 
 # what each rival makes random: a choice of one key, the weights, the context vector, or a latent alignment of the output
 Hard = Literal["hard-reinforce", "hard-gumbel"]
@@ -42,7 +42,7 @@ class AttentionChoice(AttentionConfig):
 
     allowed_variants: ClassVar[tuple[str, ...]] = get_args(Choice)
 
-    variant: Choice = dataclasses.field(default="BAM-WC", kw_only=False)
+    variant: Choice = dataclasses.field(default=DEFAULT_VARIANT, kw_only=False)
     baseline: Control = "moving-average"
     entropy_bonus: float = 0.0
     temperature: float = 0.5
@@ -53,8 +53,8 @@ class AttentionChoice(AttentionConfig):
     sampled_kl: bool = False
     inference_dim: int = 512
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(self, *given: Any) -> None:
+        super().__post_init__(*given)
         for name, allowed in (("baseline", get_args(Control)), ("context_prior", get_args(ContextPrior))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")

@@ -39,7 +39,9 @@ class BayesianWeights(BayesianModule):
         super().__init__()
         options = {"device": device, "dtype": dtype}
         # it takes the place of the softmax itself: `baselines.build_weights` builds the others that do
-        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, takes_rival=False, **options)
+        self._init_bayesian(
+            config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, takes_rival=False, **options
+        )
 
     def log_prior(
         self, keys: Float[Tensor, "b h n d"] | Float[Tensor, "b n d"], valid: Bool[Tensor, "..."] | None = None

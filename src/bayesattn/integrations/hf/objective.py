@@ -48,7 +48,9 @@ def negative_elbo(
         num_items: Labels of the whole optimiser step. Where the Trainer counts them it adds the micro-batches' losses, and
             otherwise takes their mean.
     """
-    parts = elbo(nll, kl.to(nll.device), kl_weight=kl_weight, labels_per_example=max(labels, 1) / examples, max_share=max_share)
+    parts = elbo(
+        nll, kl.to(nll.device), kl_weight=kl_weight, labels_per_example=max(labels, 1) / examples, max_share=max_share
+    )
     return parts if num_items is None else parts._replace(loss=parts.loss * (labels / num_items))
 
 
