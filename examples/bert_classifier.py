@@ -13,7 +13,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report, save_bayesian
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, save_bayesian
 from bayesattn.integrations.hf import KLCallback
 
 
@@ -35,7 +35,7 @@ def main(steps: int) -> float:
     torch.manual_seed(0)
     config = BertConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     model = bayesianize(BertForSequenceClassification(config), ba.AttentionConfig("BAM-WC"))
-    print(report(model))
+    print(conversion_report(model))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=2e-3, logging_steps=max(steps // 3, 1),

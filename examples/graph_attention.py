@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch_geometric.nn import GAT
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report
+from bayesattn.convert import bayesianize, conversion_report
 
 
 def make_graph(nodes: int = 120, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ def main(epochs: int) -> float:
     model = bayesianize(
         GAT(8, 16, num_layers=2, out_channels=2, heads=4, v2=True, dropout=0.3), ba.AttentionConfig("BAM-WC")
     )
-    print(report(model))
+    print(conversion_report(model))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-3)
     schedule, train = ba.KLSchedule("sigmoid", anneal_rate=0.1), torch.arange(20)
     for epoch in range(epochs):

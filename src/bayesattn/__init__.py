@@ -7,7 +7,7 @@ from bayesattn.optional import lazy_names
 if TYPE_CHECKING:
     from bayesattn import convert, functional, metrics, nn
     from bayesattn.config import AttentionConfig
-    from bayesattn.convert import bayesianize, load_bayesian, restore, save_bayesian, tune_noise
+    from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian, tune_noise
     from bayesattn.doubt import SequenceScore, Uncertainty, score, uncertainty
     from bayesattn.kl import record_kl
     from bayesattn.objective import KLSchedule, elbo
@@ -22,6 +22,7 @@ __all__ = [
     "SequenceScore",
     "Uncertainty",
     "bayesianize",
+    "conversion_report",
     "convert",
     "elbo",
     "functional",
@@ -42,7 +43,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above; a __getattr__ w
     # torch takes seconds to import, and `bayesattn --help` comes through here
     _LATE = {
         "config": ("AttentionConfig",),
-        "convert": ("bayesianize", "load_bayesian", "restore", "save_bayesian", "tune_noise"),
+        "convert": ("bayesianize", "conversion_report", "load_bayesian", "restore", "save_bayesian", "tune_noise"),
         "doubt": ("SequenceScore", "Uncertainty", "score", "uncertainty"),
         "objective": ("KLSchedule", "elbo"),
         "kl": ("record_kl",),

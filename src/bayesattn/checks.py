@@ -74,7 +74,7 @@ def bias(value: Tensor | None, shape: Shape) -> None:
         _broadcastable("bias", value, shape)
 
 
-def prior(
+def log_prior(
     value: Tensor | None, shape: Shape, config: AttentionConfig, need_kl: bool, key_heads: int | None = None
 ) -> Tensor | None:
     """Check ln Ψ against the scores' shape and give it one head, or one per query head."""
@@ -82,18 +82,18 @@ def prior(
     if value is None:
         if contextual and need_kl:
             raise ValueError(
-                f"prior is None; allowed for {config.variant}: ln Ψ of shape (b or 1, heads or 1, 1, {shape[3]})"
+                f"log_prior is None; allowed for {config.variant}: ln Ψ of shape (b or 1, heads or 1, 1, {shape[3]})"
             )
         return None
     if not contextual:
-        raise ValueError(f"prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
+        raise ValueError(f"log_prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
     b, h, _, n = shape
-    floating("prior", value)
+    floating("log_prior", value)
     heads = {1, h} if key_heads is None else {1, h, key_heads}
     if value.ndim != 4 or value.shape[0] not in (1, b) or value.shape[1] not in heads or tuple(value.shape[2:]) != (1, n):
         raise ValueError(
-            f"prior has shape {tuple(value.shape)}; allowed: ({b} or 1, {' or '.join(map(str, sorted(heads)))}, 1, {n}), "
-            f"one value for each of the {n} keys"
+            f"log_prior has shape {tuple(value.shape)}; allowed: ({b} or 1, {' or '.join(map(str, sorted(heads)))}, 1, "
+            f"{n}), one value for each of the {n} keys"
         )
     return value if value.shape[1] in (1, h) else value.repeat_interleave(h // value.shape[1], dim=1)
 
@@ -155,31 +155,31 @@ def edge_prior(value: Tensor | None, heads: int, num_sources: int, config: Atten
     if value is None:
         if config.prior_kind == "contextual" and need_kl:
             allowed = f"ln Ψ of shape ({num_sources} sources, {heads} heads or 1)"
-            raise ValueError(f"prior is None; allowed for {config.variant}: {allowed}")
+            raise ValueError(f"log_prior is None; allowed for {config.variant}: {allowed}")
         return
     edge_prior_shape(tuple(value.shape), heads, num_sources, config)
-    floating("prior", value)
+    floating("log_prior", value)
 
 
 def edge_prior_shape(shape: Shape, heads: int, num_sources: int, config: AttentionConfig) -> None:
     """Check the shape of ln Ψ of the sources of a graph, and that the variant has one."""
     if config.prior_kind != "contextual":
-        raise ValueError(f"prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
+        raise ValueError(f"log_prior is a tensor; allowed for {config.variant}: None (only BAM-LC and BAM-WC take one)")
     if len(shape) != 2 or shape[0] != num_sources or shape[1] not in (1, heads):
-        raise ValueError(f"prior has shape {shape}; allowed: ln Ψ of shape ({num_sources} sources, {heads} heads or 1)")
+        raise ValueError(f"log_prior has shape {shape}; allowed: ln Ψ of shape ({num_sources} sources, {heads} heads or 1)")
 
 
-def finite(mask: Tensor | None = None, prior: Tensor | None = None, **tensors: Tensor | None) -> None:
+def finite(mask: Tensor | None = None, log_prior: Tensor | None = None, **tensors: Tensor | None) -> None:
     """Raise on NaN or infinity; ln Ψ may be infinite at a key that the mask takes from every query."""
     for name, value in tensors.items():
         if value is not None and not bool(torch.isfinite(value).all()):
             raise ValueError(f"{name} has NaN or infinite entries; allowed with check_finite=True: finite values only")
-    if prior is not None:
-        broken = ~torch.isfinite(prior)
+    if log_prior is not None:
+        broken = ~torch.isfinite(log_prior)
         if mask is not None:
-            broken = torch.isnan(prior) | (broken & mask.any(dim=-2, keepdim=True))
+            broken = torch.isnan(log_prior) | (broken & mask.any(dim=-2, keepdim=True))
         if bool(broken.any()):
-            raise ValueError("prior has NaN or infinite entries; allowed with check_finite=True: finite values only")
+            raise ValueError("log_prior has NaN or infinite entries; allowed with check_finite=True: finite values only")
 
 
 def _broadcastable(name: str, value: Tensor, shape: Shape) -> None:

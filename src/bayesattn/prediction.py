@@ -236,7 +236,7 @@ def _gpus(model: nn.Module, values: Iterable[Any]) -> list[torch.device]:
 
 
 def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and keyword arguments of a model from `inputs` as `predict` takes them."""
+    """Return the positional and keyword arguments that `inputs` stands for, as `predict` takes them."""
     if isinstance(inputs, Mapping):
         return [], dict(inputs)
     if inputs is None or isinstance(inputs, str | int | float):

@@ -63,7 +63,7 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         prior = None if prior is None else prior.float()
         return attention(
-            q, k, v, config=config, prior=prior, mask=mask, is_causal=is_causal, seed=SEED, backend="triton",
+            q, k, v, config=config, log_prior=prior, mask=mask, is_causal=is_causal, seed=SEED, backend="triton",
             need_kl=config.has_kl, dropout_p=dropout_p,
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ def test_a_shared_prior_gathers_its_gradient(prior_shape):
     gradients = []
     for backend in ("triton", "reference"):
         prior = logits.log_softmax(-1).requires_grad_()
-        _, kl = attention(query, key, value, config=WEIBULL, prior=prior, seed=SEED, backend=backend)
+        _, kl = attention(query, key, value, config=WEIBULL, log_prior=prior, seed=SEED, backend=backend)
         gradients += torch.autograd.grad(kl.sum(), prior)
     # sums of 2 · 3 · 19² terms of order 1 in float32
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
@@ -166,7 +166,7 @@ def test_a_shared_prior_gathers_its_gradient(prior_shape):
 def test_either_result_may_be_without_gradient():
     inputs = [torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     prior = torch.randn(1, 2, 1, 9, device=DEVICE).log_softmax(-1)
-    options = {"config": WEIBULL, "prior": prior, "seed": SEED}
+    options = {"config": WEIBULL, "log_prior": prior, "seed": SEED}
     for pick in (0, 1):
         gradients = []
         for backend in ("triton", "reference"):
@@ -270,7 +270,7 @@ def test_compiles_into_one_graph_with_the_same_results(variant, has_padding):
     leaves = [*inputs, *([] if prior is None else [prior])]
 
     def loss(query, key, value, prior):
-        options = {"config": config, "prior": prior, "mask": mask if has_padding else None, "seed": SEED}
+        options = {"config": config, "log_prior": prior, "mask": mask if has_padding else None, "seed": SEED}
         output, kl = attention(query, key, value, **options, backend="triton")
         return output.square().sum() + kl.sum()
 

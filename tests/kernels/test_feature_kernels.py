@@ -6,12 +6,11 @@ from edge_truth import check_edges
 from kernel_device import DEVICE, HAS_GPU, MARKS
 
 import bayesattn as ba
-from bayesattn.functional import edge_attention
+from bayesattn.functional import Edges, edge_attention
 from bayesattn.integrations.pyg import BayesianGATConv, attention
 from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import features, launch
-from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import FeatureScores
 from bayesattn.priors import ContextualPrior
 
@@ -52,7 +51,7 @@ def results(edges, tensors, config, backend, upstream, *, slope=0.2):
         prior = module.fused_of_nodes(x, used) if backend == "triton" else module.of_nodes(x, used)
         assert isinstance(prior, NodePrior) == (backend == "triton")
     result = edge_attention(
-        FeatureScores(*leaves, slope), x, edges, config=config, prior=prior, seed=SEED, backend=backend,
+        FeatureScores(*leaves, slope), x, edges, config=config, log_prior=prior, seed=SEED, backend=backend,
         need_kl=config.has_kl,
     )  # fmt: skip
     outputs = [y for y in (result.output, result.kl) if y is not None]

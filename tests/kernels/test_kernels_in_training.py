@@ -33,7 +33,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = self.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
         prior = None if self.prior is None else self.prior(key)
-        options = {"config": self.config, "prior": prior, "need_kl": self.config.has_kl}
+        options = {"config": self.config, "log_prior": prior, "need_kl": self.config.has_kl}
         output, kl = attention(query, key, value, **options, backend="triton")
         return output, output.new_zeros(len(x)) if kl is None else kl
 
@@ -114,7 +114,7 @@ def test_a_sequence_of_131072_tokens_takes_less_than_three_times_the_memory_of_f
     prior = torch.zeros(1, 1, 1, 131_072, device=DEVICE).log_softmax(-1).requires_grad_()
 
     def bayesian() -> None:
-        output, kl = attention(*inputs, config=config, prior=prior, seed=7, backend="triton")
+        output, kl = attention(*inputs, config=config, log_prior=prior, seed=7, backend="triton")
         assert kl is not None
         gradients = torch.autograd.grad(output.float().sum() + kl.sum(), [*inputs, prior])
         assert all(bool(torch.isfinite(x).all()) for x in (output, kl, *gradients))

@@ -6,11 +6,10 @@ from edge_truth import check_edges
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
-from bayesattn.functional import edge_attention
+from bayesattn.functional import Edges, edge_attention
 from bayesattn.integrations.pyg import BayesianGATConv
 from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.ops.segment import launch, plain
-from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import PairScores
 
 pytestmark = MARKS
@@ -46,7 +45,7 @@ def results(edges, tensors, config, backend, upstream, *, slope=0.2, scope="grap
     """Return output, KL and the gradients of all inputs, in float64."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     result = edge_attention(
-        PairScores(*leaves[:2], slope), leaves[2], edges, config=config, prior=leaves[3] if len(leaves) > 3 else None,
+        PairScores(*leaves[:2], slope), leaves[2], edges, config=config, log_prior=leaves[3] if len(leaves) > 3 else None,
         prior_scope=scope, seed=SEED, backend=backend, need_kl=config.has_kl,
     )  # fmt: skip
     outputs = [x for x in (result.output, result.kl) if x is not None]

@@ -9,11 +9,10 @@ import torch
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
-from bayesattn.functional import edge_attention
+from bayesattn.functional import Edges, edge_attention
 from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.ops.segment import launch, weibull, weibull_node
 from bayesattn.ops.segment import triton as fused
-from bayesattn.ops.segment.edges import Edges
 
 pytestmark = MARKS
 SEED = (77 << 40) + 12345
@@ -33,7 +32,7 @@ def results_and_gradients(edges, tensors, config, scope, backend, dtype, upstrea
     copies = [x.requires_grad_() for x in copies]
     prior = copies[2].to(copies[0].dtype) if prior else None
     result = edge_attention(
-        copies[0], copies[1], edges, config=config, prior=prior, prior_scope=scope, seed=SEED, backend=backend,
+        copies[0], copies[1], edges, config=config, log_prior=prior, prior_scope=scope, seed=SEED, backend=backend,
         need_kl=config.has_kl,
     )  # fmt: skip
     outputs = [x for x in (result.output, result.kl) if x is not None]
@@ -116,7 +115,7 @@ def chain_and_node(edges, tensors, config, upstream):
         with pytest.MonkeyPatch.context() as patch:
             if not is_one_node:
                 patch.setattr(weibull_node, "is_one_node", lambda *_: False)
-            result = edge_attention(*leaves[:2], edges, config=config, prior=leaves[2], seed=SEED, backend="triton")
+            result = edge_attention(*leaves[:2], edges, config=config, log_prior=leaves[2], seed=SEED, backend="triton")
         gradients = torch.autograd.grad([result.output, result.kl], leaves, upstream)
         results.append([x.detach() for x in (result.output, result.kl, *gradients)])
     return results
@@ -142,7 +141,7 @@ def test_inputs_and_upstream_gradients_of_any_strides():
     results = []
     for tensors, grads in ((dense, upstream), (strided, [upstream[0].mT.contiguous().mT, upstream[1].expand(1)])):
         leaves = [x.detach().requires_grad_() for x in tensors]
-        result = edge_attention(*leaves[:2], edges, config=WEIBULL, prior=leaves[2], seed=SEED, backend="triton")
+        result = edge_attention(*leaves[:2], edges, config=WEIBULL, log_prior=leaves[2], seed=SEED, backend="triton")
         results.append([result.output, result.kl, *torch.autograd.grad([result.output, result.kl], leaves, grads)])
     for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)
@@ -154,7 +153,8 @@ def test_a_prior_shared_by_the_heads_gets_the_sum_of_their_gradients():
     shared = torch.randn(11, 1, device=DEVICE).log_softmax(0).requires_grad_()
     own = shared.detach().expand(11, 3).contiguous().requires_grad_()
     kls = [
-        edge_attention(scores, value, edges, config=WEIBULL, prior=x, seed=SEED, backend="triton").kl for x in (shared, own)
+        edge_attention(scores, value, edges, config=WEIBULL, log_prior=x, seed=SEED, backend="triton").kl
+        for x in (shared, own)
     ]
     gradient, by_head = torch.autograd.grad(sum(kls), [shared, own])
     assert torch.equal(*kls)
@@ -168,7 +168,7 @@ def test_output_or_kl_alone_can_be_differentiated(missing):
     results = []
     for backend in ("triton", "reference"):
         leaves = [x.to(DEVICE).requires_grad_() for x in tensors]
-        result = edge_attention(*leaves[:2], edges, config=WEIBULL, prior=leaves[2], seed=SEED, backend=backend)
+        result = edge_attention(*leaves[:2], edges, config=WEIBULL, log_prior=leaves[2], seed=SEED, backend=backend)
         loss = result.kl.sum() if missing == "output" else result.output.square().sum()
         results.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
     for ours, theirs in zip(*results, strict=True):
@@ -221,7 +221,9 @@ def test_a_graph_without_edges_gives_zero(num_targets, poisoned):
     edges = Edges.sort(none, none, 5, num_targets)
     value = torch.randn(5, 3, 4, device=DEVICE, requires_grad=True)
     prior = torch.zeros(5, 3, device=DEVICE, requires_grad=True)
-    result = edge_attention(torch.zeros(0, 3, device=DEVICE), value, edges, config=WEIBULL, prior=prior, backend="triton")
+    result = edge_attention(
+        torch.zeros(0, 3, device=DEVICE), value, edges, config=WEIBULL, log_prior=prior, backend="triton"
+    )
     (result.output.sum() + result.kl.sum()).backward()
     assert not result.output.any()
     assert not value.grad.any()
@@ -289,7 +291,7 @@ def test_compiles_into_one_graph_with_the_same_results(variant, scope):
         graph = Edges.sort(source, target, 11, 7, check=False)
         prior = prior.log_softmax(0) if config.prior_kind == "contextual" else None
         result = edge_attention(
-            scores, value, graph, config=config, prior=prior, prior_scope=scope, seed=SEED, backend="triton"
+            scores, value, graph, config=config, log_prior=prior, prior_scope=scope, seed=SEED, backend="triton"
         )
         return result.output.square().sum() + result.kl.sum()
 

@@ -43,11 +43,11 @@ def test_the_causal_kl_is_that_of_the_triangle(masked, m, n, variant, preset):
     expected = kl_oracle(query.detach() @ key.detach().mT / 2.0, prior, allowed, config)
     outcomes = []
     for options in ({"backend": "reference"}, {"backend": "auto"}, {"backend": "auto", "seed": 5}, {"sample": False}):
-        output, kl = attention(query, key, value, config=config, prior=prior, mask=mask, is_causal=True, **options)
+        output, kl = attention(query, key, value, config=config, log_prior=prior, mask=mask, is_causal=True, **options)
         # up to 1e-14 noise in the scores; the entries of a KL are of size 70 at such k and σ
         np.testing.assert_allclose(kl.detach(), expected, rtol=1e-10, err_msg=str(options))
         outcomes.append([output, *torch.autograd.grad(output.square().sum() + kl.sum(), (query, key, value))])
-    dense, dense_kl = attention(query, key, value, config=config, prior=prior, mask=allowed, backend="reference")
+    dense, dense_kl = attention(query, key, value, config=config, log_prior=prior, mask=allowed, backend="reference")
     gradients = torch.autograd.grad(dense.square().sum() + dense_kl.sum(), (query, key, value))
     for outcome in outcomes:
         for one, other in zip(outcome, [dense, *gradients], strict=True):

@@ -35,7 +35,7 @@ def _check(variant: str, axis: str, mask_kind: str, preset: str, path: str) -> N
     shape = EMPTY[axis]
     b, h, m, n = shape
     prior = torch.zeros(b, h, 1, n) if variant in CONTEXTUAL else None
-    options = {"config": ba.AttentionConfig(variant, preset=preset), "prior": prior, "mask": _mask(mask_kind, shape)}
+    options = {"config": ba.AttentionConfig(variant, preset=preset), "log_prior": prior, "mask": _mask(mask_kind, shape)}
     tensors = [torch.randn(b, h, length, 4, requires_grad=True) for length in (m, n, n)]
     if path == "weights":
         tensors = [torch.zeros(shape, requires_grad=True)]

@@ -45,7 +45,7 @@ def test_weights_kl_and_gradients_are_finite(config, dtype, shape, seed, mask_ki
     scores = make_values(shape, size, dtype, generator).requires_grad_()
     mask = make_mask(mask_kind, shape, generator)
     prior = _log_prior(config, shape, mask, min(size, 100.0), generator)
-    weights, kl = attention_weights(scores, config=config, prior=prior, mask=mask, seed=seed, sample=sample)
+    weights, kl = attention_weights(scores, config=config, log_prior=prior, mask=mask, seed=seed, sample=sample)
     assert weights.shape == shape
     assert weights.dtype == dtype
     assert kl is not None
@@ -82,7 +82,7 @@ def test_output_kl_and_gradients_are_finite(
     prior = _log_prior(config, shape, allowed, min(size, 100.0), generator)
     bias = make_values((h, m, n), size, dtype, generator).requires_grad_() if biased else None
     output, kl = attention(
-        *tensors, config=config, prior=prior, mask=mask, bias=bias, is_causal=is_causal, seed=seed, sample=sample
+        *tensors, config=config, log_prior=prior, mask=mask, bias=bias, is_causal=is_causal, seed=seed, sample=sample
     )
     assert output.shape == (b, h, m, 3)
     assert output.dtype == dtype
@@ -111,7 +111,7 @@ def test_a_hundred_thousand_keys(variant, preset, dtype):
     prior = contextual_log_prior(logits) if variant in CONTEXTUAL else None
     mask = torch.arange(n)[None, None, None] % 3 > 0
     for backend in ("auto", "reference"):
-        output, kl = attention(query, key, value, config=config, prior=prior, mask=mask, backend=backend)
+        output, kl = attention(query, key, value, config=config, log_prior=prior, mask=mask, backend=backend)
         gradients = torch.autograd.grad(
             output.sum() + kl.sum(), [query, key, value, *([logits] if prior is not None else [])], retain_graph=True
         )

@@ -24,11 +24,11 @@ def test_padding_keys_changes_neither_weights_nor_kl(config, sizes, extra, seed)
     b, h, m, n = sizes
     torch.manual_seed(0)
     scores, prior = torch.randn(b, h, m, n, dtype=torch.float64), _prior(config, b, h, n)
-    weights, kl = attention_weights(scores, config=config, prior=prior, seed=seed)
+    weights, kl = attention_weights(scores, config=config, log_prior=prior, seed=seed)
     padded = torch.nn.functional.pad(scores, (0, extra), value=7.0)
     padded_prior = None if prior is None else torch.nn.functional.pad(prior, (0, extra), value=-torch.inf)
     mask = torch.arange(n + extra) < n
-    longer, longer_kl = attention_weights(padded, config=config, prior=padded_prior, mask=mask, seed=seed)
+    longer, longer_kl = attention_weights(padded, config=config, log_prior=padded_prior, mask=mask, seed=seed)
     torch.testing.assert_close(longer[..., :n], weights, rtol=1e-12, atol=1e-15)
     assert bool((longer[..., n:] == 0.0).all())
     torch.testing.assert_close(longer_kl, kl, rtol=1e-10, atol=1e-10)
@@ -54,11 +54,11 @@ def test_a_batch_is_its_examples_when_each_has_a_seed(config, sizes, seed):
     query, key, value = (torch.randn(b, h, length, 3, dtype=torch.float64) for length in (m, n, n))
     seeds = torch.arange(b) + seed // 2
     prior = _prior(config, b, h, n)
-    output, kl = attention(query, key, value, config=config, prior=prior, seed=seeds)
+    output, kl = attention(query, key, value, config=config, log_prior=prior, seed=seeds)
     for example in range(b):
         at = slice(example, example + 1)
         alone, alone_kl = attention(
-            query[at], key[at], value[at], config=config, prior=None if prior is None else prior[at], seed=seeds[at]
+            query[at], key[at], value[at], config=config, log_prior=None if prior is None else prior[at], seed=seeds[at]
         )
         torch.testing.assert_close(alone, output[at], rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(alone_kl, kl[at], rtol=1e-10, atol=1e-10)

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report
+from bayesattn.convert import bayesianize, conversion_report
 from bayesattn_recipes.language import model as encoders
 from bayesattn_recipes.language.features import Collator, encode
 from bayesattn_recipes.language.train import CONFIGS, load_config
@@ -152,7 +152,7 @@ def test_albert_base_gets_the_papers_331_parameters():
     )
     with torch.device("cpu"):
         model = bayesianize(hf.AlbertForSequenceClassification(config), load_config("albert-mrpc").attention)
-    assert report(model).added_parameters == 331
+    assert conversion_report(model).added_parameters == 331
 
 
 def test_every_config_loads():
@@ -247,4 +247,4 @@ def test_e5_small_loads_and_tells_sentences_apart():
     # the encoder was trained to put paraphrases beside one another
     assert float(vectors[0] @ vectors[1]) > float(vectors[0] @ vectors[2]) + 0.1
     # 12 layers × (32·5 + 5 + 5 + 1)
-    assert report(model).added_parameters == 12 * 171
+    assert conversion_report(model).added_parameters == 12 * 171

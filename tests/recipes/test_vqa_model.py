@@ -8,7 +8,7 @@ import torch
 from bayesattn import record_kl
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import dense
-from bayesattn.nn import _arguments
+from bayesattn.nn import multihead_arguments
 from bayesattn.prediction import sampling
 from bayesattn_recipes.vqa.attend import attention_maps
 from bayesattn_recipes.vqa.model import MCAN, MCANSize
@@ -213,6 +213,6 @@ def test_every_map_takes_the_fused_backend_where_nobody_can_look_at_numbers(inpu
     """As in a recording of CUDA launches, which is how a step's cost is measured."""
     taken, choose = [], dense._choose
     monkeypatch.setattr(dense, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
-    monkeypatch.setattr(_arguments, "look_once", lambda *_: None)
+    monkeypatch.setattr(multihead_arguments, "look_once", lambda *_: None)
     small_model("BAM-WC").train()(**inputs)
     assert taken == ["blocked"] * 3 * SMALL.num_layers

@@ -73,8 +73,8 @@ def test_a_bias_must_be_of_floats():
 def test_a_prior_has_one_value_per_key(shape):
     prior = torch.zeros(shape)
     pattern = rf"prior has shape \({', '.join(map(str, shape))},?\); allowed: .*one value for each of the {N} keys"
-    _refused(pattern, attention, **_qkv(), config=WC, prior=prior)
-    _refused(pattern, attention_weights, torch.randn(B, H, M, N), config=WC, prior=prior)
+    _refused(pattern, attention, **_qkv(), config=WC, log_prior=prior)
+    _refused(pattern, attention_weights, torch.randn(B, H, M, N), config=WC, log_prior=prior)
 
 
 def test_a_prior_is_asked_for_and_refused_where_it_does_not_belong():
@@ -82,7 +82,7 @@ def test_a_prior_is_asked_for_and_refused_where_it_does_not_belong():
     _refused(pattern, attention, **_qkv(), config=WC)
     _refused(pattern, attention_weights, torch.randn(B, H, M, N), config=WC)
     for variant in ("BAM-WF", "BAM-LF", "BAM-NOKL", "soft"):
-        options = {"config": ba.AttentionConfig(variant), "prior": torch.zeros(1, 1, 1, N)}
+        options = {"config": ba.AttentionConfig(variant), "log_prior": torch.zeros(1, 1, 1, N)}
         pattern = rf"prior is a tensor; allowed for {variant}: None \(only BAM-LC and BAM-WC take one\)"
         _refused(pattern, attention, **_qkv(), **options)
 
@@ -140,12 +140,12 @@ def test_a_seed_is_an_integer_of_64_bits(seed):
 
 
 # a bias of −inf forbids
-BROKEN = [(name, bad) for name in ("query", "key", "value", "prior") for bad in (math.nan, math.inf, -math.inf)]
+BROKEN = [(name, bad) for name in ("query", "key", "value", "log_prior") for bad in (math.nan, math.inf, -math.inf)]
 
 
 @pytest.mark.parametrize(("name", "bad"), [*BROKEN, ("bias", math.nan), ("bias", math.inf)])
 def test_check_finite_names_the_broken_input(name, bad):
-    tensors = _qkv(bias=torch.randn(M, N), prior=torch.zeros(1, 1, 1, N))
+    tensors = _qkv(bias=torch.randn(M, N), log_prior=torch.zeros(1, 1, 1, N))
     attention(**tensors, config=WC, check_finite=True)
     tensors[name].view(-1)[1] = bad
     _refused(
@@ -167,16 +167,16 @@ def test_check_finite_looks_at_scores(bad):
 def test_check_finite_names_the_prior_of_a_key_that_a_mask_leaves():
     mask, prior = torch.ones(N, dtype=torch.bool), torch.zeros(1, 1, 1, N)
     mask[2], prior[..., 1] = False, -math.inf
-    _refused("prior has NaN or inf", attention, **QKV, config=WC, prior=prior, mask=mask, check_finite=True)
+    _refused("prior has NaN or inf", attention, **QKV, config=WC, log_prior=prior, mask=mask, check_finite=True)
 
 
 def test_check_finite_allows_the_prior_of_a_masked_key():
     mask, prior = torch.ones(N, dtype=torch.bool), torch.zeros(1, 1, 1, N)
     mask[2], prior[..., 2] = False, -math.inf
-    attention_weights(torch.randn(B, H, M, N), config=WC, prior=prior, mask=mask, check_finite=True)
+    attention_weights(torch.randn(B, H, M, N), config=WC, log_prior=prior, mask=mask, check_finite=True)
     prior[..., 3] = math.nan
     _refused(
-        "prior has NaN", attention_weights, torch.randn(B, H, M, N), config=WC, prior=prior, mask=mask, check_finite=True
+        "prior has NaN", attention_weights, torch.randn(B, H, M, N), config=WC, log_prior=prior, mask=mask, check_finite=True
     )
 
 
@@ -231,9 +231,15 @@ def test_the_public_backends_are_those_of_the_design():
     assert {"auto", "reference", "triton"} <= set(functional.BACKENDS)
 
 
-@pytest.mark.parametrize("name", ["key", "value", "mask", "prior", "bias"])
+@pytest.mark.parametrize("name", ["key", "value", "mask", "log_prior", "bias"])
 def test_a_tensor_on_another_device_is_refused_by_name(name):
-    shapes = {"key": (B, H, N, D), "value": (B, H, N, D), "mask": (B, 1, 1, N), "prior": (B, 1, 1, N), "bias": (1, 1, M, N)}
+    shapes = {
+        "key": (B, H, N, D),
+        "value": (B, H, N, D),
+        "mask": (B, 1, 1, N),
+        "log_prior": (B, 1, 1, N),
+        "bias": (1, 1, M, N),
+    }
     stranger = torch.zeros(shapes[name], device="meta", dtype=torch.bool if name == "mask" else torch.float32)
-    given = {**_qkv(), "prior": torch.zeros(B, 1, 1, N), name: stranger}
+    given = {**_qkv(), "log_prior": torch.zeros(B, 1, 1, N), name: stranger}
     _refused(f"{name} is on meta; allowed: cpu, where query is", attention, **given, config=ba.AttentionConfig("BAM-WC"))

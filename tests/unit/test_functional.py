@@ -46,7 +46,7 @@ def test_kl_equals_the_sum_over_entries(variant, preset, mask_kind):
         config = AttentionConfig(
             variant, preset=preset, kl_reduction=reduction, gamma_beta=0.3, gamma_alpha=0.2, mu_p=-0.7, sigma_q=0.4
         )
-        _, kl = attention_weights(scores, config=config, prior=prior, mask=mask, sample=False)
+        _, kl = attention_weights(scores, config=config, log_prior=prior, mask=mask, sample=False)
         # float64 sums of a few hundred terms of size at most 10
         np.testing.assert_allclose(kl, kl_oracle(scores, prior, mask, config), rtol=1e-11, atol=1e-11)
 
@@ -60,7 +60,7 @@ def test_each_form_is_its_own_switch(variant, mu_form, alpha_form, score_form):
         variant, score_form=score_form, alpha_form=alpha_form, mu_form=mu_form, kl_reduction="sum", gamma_beta=0.3
     )
     scores, prior = _scores(), _prior(variant)
-    _, kl = attention_weights(scores, config=config, prior=prior)
+    _, kl = attention_weights(scores, config=config, log_prior=prior)
     np.testing.assert_allclose(kl, kl_oracle(scores, prior, None, config), rtol=1e-11)
 
 
@@ -73,10 +73,10 @@ def test_kl_of_dot_product_attention_is_that_of_its_scores(variant, key_heads, m
     query, key, value = _qkv(key_heads=key_heads)
     config = AttentionConfig(variant, gamma_beta=0.3, gamma_alpha=0.2)
     prior = _prior(variant, mask, heads=1)
-    _, kl = attention(query, key, value, config=config, prior=prior, mask=mask, scale=0.7, backend=backend)
+    _, kl = attention(query, key, value, config=config, log_prior=prior, mask=mask, scale=0.7, backend=backend)
     scores = 0.7 * query @ key.transpose(-2, -1)
     np.testing.assert_allclose(kl, kl_oracle(scores, prior, mask, config), rtol=1e-11, atol=1e-11)
-    _, mean_kl = attention(query, key, value, config=config, prior=prior, mask=mask, scale=0.7, sample=False)
+    _, mean_kl = attention(query, key, value, config=config, log_prior=prior, mask=mask, scale=0.7, sample=False)
     np.testing.assert_allclose(mean_kl, kl, rtol=1e-11, atol=1e-11)
 
 
@@ -90,11 +90,11 @@ def test_row_identities_tie_the_kl_to_a_cross_entropy():
         paper = AttentionConfig("BAM-WC", weibull_k=k, gamma_beta=beta, preset="paper")
         # the row shift that minimises the KL leaves the weights as they are
         shifted = scores - torch.logsumexp(scores, dim=-1, keepdim=True) - math.log(beta)
-        _, kl = attention_weights(shifted, config=paper, prior=log_prior)
+        _, kl = attention_weights(shifted, config=paper, log_prior=log_prior)
         offset = euler / k + lgamma + 1 + constant + float(torch.lgamma(log_prior.exp()).sum())
         assert float(kl) == pytest.approx(cross + offset, abs=1e-11)
         code = AttentionConfig("BAM-WC", weibull_k=k, gamma_beta=beta, preset="official-code", kl_reduction="sum")
-        _, kl = attention_weights(scores, config=code, prior=log_prior)
+        _, kl = attention_weights(scores, config=code, log_prior=log_prior)
         offset = constant + float(torch.lgamma(beta * log_prior.exp()).sum())
         assert float(kl) == pytest.approx(beta * (cross + euler / k + lgamma + 1 - math.log(beta)) + offset, abs=1e-11)
 
@@ -148,7 +148,7 @@ def test_the_limits_are_soft_attention(config, seed):
 @pytest.mark.parametrize("variant", STOCHASTIC)
 def test_a_shift_of_a_row_changes_no_weight(variant):
     scores, shift = _scores(), 50.0 * torch.randn(B, H, M, 1, dtype=torch.float64)
-    options = {"config": AttentionConfig(variant), "prior": _prior(variant), "seed": 2}
+    options = {"config": AttentionConfig(variant), "log_prior": _prior(variant), "seed": 2}
     weights, kl = attention_weights(scores, **options)
     shifted, shifted_kl = attention_weights(scores + shift, **options)
     torch.testing.assert_close(shifted, weights, rtol=1e-10, atol=1e-14)
@@ -160,9 +160,9 @@ def test_a_shift_of_a_row_changes_no_weight(variant):
 def test_keys_have_no_order(variant):
     order, scores, prior = torch.randperm(N), _scores(), _prior(variant)
     config = AttentionConfig(variant)
-    weights, kl = attention_weights(scores, config=config, prior=prior, sample=False)
+    weights, kl = attention_weights(scores, config=config, log_prior=prior, sample=False)
     other = None if prior is None else prior[..., order]
-    permuted, permuted_kl = attention_weights(scores[..., order], config=config, prior=other, sample=False)
+    permuted, permuted_kl = attention_weights(scores[..., order], config=config, log_prior=other, sample=False)
     torch.testing.assert_close(permuted, weights[..., order], rtol=1e-12, atol=0.0)
     torch.testing.assert_close(permuted_kl, kl, rtol=1e-12, atol=0.0)
 
@@ -174,14 +174,14 @@ def test_masked_entries_are_exactly_zero_and_reach_nothing(variant, mask_kind):
     assert mask is not None
     allowed = mask.expand(B, H, M, N)
     scores, prior, config = _scores(), _prior(variant, mask), AttentionConfig(variant)
-    weights, kl = attention_weights(scores, config=config, prior=prior, mask=mask, seed=4)
+    weights, kl = attention_weights(scores, config=config, log_prior=prior, mask=mask, seed=4)
     assert bool((weights[~allowed] == 0.0).all())
     row_sums = torch.where(allowed.any(dim=-1), 1.0, 0.0).double()
     torch.testing.assert_close(weights.sum(dim=-1), row_sums, rtol=1e-14, atol=0.0)
     # whatever stands at a masked entry, NaN and infinity included, changes nothing
     for rubbish in (torch.nan, torch.inf, -torch.inf, 1e30):
         spoiled = scores.masked_fill(~allowed, rubbish).requires_grad_()
-        again, again_kl = attention_weights(spoiled, config=config, prior=prior, mask=mask, seed=4)
+        again, again_kl = attention_weights(spoiled, config=config, log_prior=prior, mask=mask, seed=4)
         assert torch.equal(again, weights)
         assert torch.equal(again_kl, kl)
         (gradient,) = torch.autograd.grad((again * torch.arange(N)).sum() + again_kl.sum(), spoiled)
@@ -223,7 +223,7 @@ def test_gradients_equal_finite_differences_with_the_same_noise(variant, backend
     def call(query, key, value, prior=None):
         torch.manual_seed(1)  # the noise of the blocked backend comes from torch's generator
         seed = None if backend == "auto" else 9
-        return attention(query, key, value, config=config, prior=prior, mask=mask, seed=seed, backend=backend)
+        return attention(query, key, value, config=config, log_prior=prior, mask=mask, seed=seed, backend=backend)
 
     assert torch.autograd.gradcheck(call, (*inputs, prior) if variant in CONTEXTUAL else inputs)
 
@@ -232,7 +232,7 @@ def test_gradients_equal_finite_differences_with_the_same_noise(variant, backend
 def test_the_kl_gradient_is_the_closed_form(variant):
     scores, prior = _scores().requires_grad_(), _prior(variant)
     config = AttentionConfig(variant, preset="paper", gamma_beta=0.3, gamma_alpha=0.2)
-    _, kl = attention_weights(scores, config=config, prior=prior)
+    _, kl = attention_weights(scores, config=config, log_prior=prior)
     (gradient,) = torch.autograd.grad(kl.sum(), scores)
     alpha = 0.2 if prior is None else prior.exp()
     torch.testing.assert_close(gradient, 0.3 * scores.detach().exp() - alpha, rtol=1e-11, atol=1e-12)
@@ -302,7 +302,7 @@ def test_the_kl_is_none_only_where_nobody_asked():
         for sample in (True, False):
             assert attention(query, key, value, config=config, need_kl=False, sample=sample)[1] is None
             assert attention_weights(_scores(), config=config, need_kl=False, sample=sample)[1] is None
-            _, kl = attention(query, key, value, config=config, prior=_prior(variant), sample=sample)
+            _, kl = attention(query, key, value, config=config, log_prior=_prior(variant), sample=sample)
             assert kl.shape == (B,)
             assert bool((kl == 0.0).all()) == (variant not in WITH_KL)
 
@@ -312,7 +312,7 @@ def test_the_kl_is_none_only_where_nobody_asked():
 def test_kl_stays_in_float32_and_the_output_in_the_dtype_of_the_values(dtype, backend):
     query, key, value = _qkv(dtype)
     prior = random_log_prior(B, 1, N, dtype=torch.float32)
-    output, kl = attention(query, key, value, config=AttentionConfig("BAM-WC"), prior=prior, backend=backend)
+    output, kl = attention(query, key, value, config=AttentionConfig("BAM-WC"), log_prior=prior, backend=backend)
     assert output.dtype == dtype
     assert kl.dtype == torch.promote_types(dtype, torch.float32)
 
@@ -321,13 +321,13 @@ def test_autocast_does_not_reach_noise_softmax_and_kl():
     config, scores, prior = AttentionConfig("BAM-WC"), _scores(torch.float32), random_log_prior(B, 1, N, dtype=torch.float32)
     query, key, value = _qkv(torch.float32)
     plain = (
-        *attention_weights(scores, config=config, prior=prior, seed=1),
-        *attention(query, key, value, config=config, prior=prior, seed=1),
+        *attention_weights(scores, config=config, log_prior=prior, seed=1),
+        *attention(query, key, value, config=config, log_prior=prior, seed=1),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = (
-            *attention_weights(scores, config=config, prior=prior, seed=1),
-            *attention(query, key, value, config=config, prior=prior, seed=1),
+            *attention_weights(scores, config=config, log_prior=prior, seed=1),
+            *attention(query, key, value, config=config, log_prior=prior, seed=1),
         )
     for one, other in zip(plain, cast, strict=True):
         assert torch.equal(one, other)
@@ -396,6 +396,6 @@ def test_a_prior_per_key_head_serves_the_query_heads_that_share_it():
     query, key = torch.randn(2, 6, 3, 4), torch.randn(2, 2, 5, 4)
     prior = torch.randn(2, 2, 1, 5).log_softmax(-1)
     config = AttentionConfig("BAM-WC")
-    _, kl = attention(query, key, key, config=config, prior=prior, seed=1)
-    _, expanded = attention(query, key, key, config=config, prior=prior.repeat_interleave(3, dim=1), seed=1)
+    _, kl = attention(query, key, key, config=config, log_prior=prior, seed=1)
+    _, expanded = attention(query, key, key, config=config, log_prior=prior.repeat_interleave(3, dim=1), seed=1)
     assert torch.equal(kl, expanded)

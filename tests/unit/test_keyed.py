@@ -103,7 +103,7 @@ def test_a_seed_given_by_hand_goes_before():
 
 
 def test_a_graph_is_one_example():
-    from bayesattn.ops.segment.edges import Edges
+    from bayesattn.functional import Edges
 
     edges = Edges.sort(torch.tensor([0, 1, 2, 2, 3]), torch.tensor([1, 1, 0, 3, 3]), 4, 4)
     scores, value = torch.randn(5, 2), torch.randn(4, 2, 3)

@@ -80,7 +80,7 @@ def test_the_kl_of_a_step_is_the_functional_one():
         module(query, key, value, mask=mask)
     scores = torch.from_numpy(_scores_by_hand(module, query, key))[:, None]
     prior = module.weights.bayes_prior(key[:, None], mask[:, None])
-    _, expected = functional.attention_weights(scores, config=WC, prior=prior, mask=mask[:, None, None], sample=False)
+    _, expected = functional.attention_weights(scores, config=WC, log_prior=prior, mask=mask[:, None, None], sample=False)
     torch.testing.assert_close(kl.per_call()[0][1], expected.detach(), rtol=1e-11, atol=0.0)
 
 

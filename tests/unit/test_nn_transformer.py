@@ -9,7 +9,7 @@ from torch import nn
 import bayesattn as ba
 from bayesattn import record_kl, sampling
 from bayesattn.functional import dense
-from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, _arguments
+from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, multihead_arguments
 
 # torch's fused path takes only an even number of heads
 DIM, HEADS, BATCH, LENGTH, MEMORY = 12, 4, 2, 5, 7
@@ -189,7 +189,7 @@ def test_masks_that_torchs_encoder_turns_into_numbers_take_the_fused_backend(mon
 @pytest.mark.parametrize("mask", ["padding", "future"])
 def test_boolean_masks_of_our_layer_take_the_fused_backend_where_nobody_can_look_at_numbers(monkeypatch, mask, norm_first):
     """As in a recording of CUDA launches."""
-    monkeypatch.setattr(_arguments, "look_once", lambda *_: None)
+    monkeypatch.setattr(multihead_arguments, "look_once", lambda *_: None)
     layer, taken = _encoder_layer(QUIET, norm_first=norm_first), _backends(monkeypatch)
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     given = {"src_key_padding_mask": _padding()} if mask == "padding" else {"src_mask": future}

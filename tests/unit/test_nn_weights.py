@@ -52,7 +52,7 @@ def test_the_recorded_kl_is_the_functional_one_with_the_prior_over_valid_keys(ki
     valid = None if full_mask is None else full_mask.any(dim=-2)
     prior = module.bayes_prior(keys.reshape(B, heads, N, D), valid)
     full = scores.reshape(B, heads, M, N)
-    _, expected = functional.attention_weights(full, config=WC, prior=prior, mask=full_mask, sample=False)
+    _, expected = functional.attention_weights(full, config=WC, log_prior=prior, mask=full_mask, sample=False)
     torch.testing.assert_close(kl.per_call()[0][1], expected.detach(), rtol=1e-12, atol=1e-14)
 
 
@@ -60,7 +60,7 @@ def test_a_prepared_prior_equals_one_computed_on_the_way():
     module, (scores, keys) = _module().eval(), _inputs(B, H)
     with record_kl() as kl:
         module(scores, keys)
-        module(scores, prior=module.log_prior(keys))
+        module(scores, log_prior=module.log_prior(keys))
     first, second = kl.per_call()
     assert torch.equal(first[1], second[1])
 

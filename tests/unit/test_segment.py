@@ -5,10 +5,9 @@ import torch
 
 import bayesattn as ba
 from bayesattn import noise
-from bayesattn.functional import edge_attention
+from bayesattn.functional import Edges, edge_attention
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.draws import edge_log_noise
-from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from helpers import PRESETS, REDUCTIONS, WITH_KL, kl_oracle, no_type_checks
 
@@ -177,7 +176,7 @@ def test_a_graph_without_edges_has_no_kl_and_output_zero(variant, backend):
     prior = log_prior(torch.float32) if config.prior_kind == "contextual" else None
     scores = torch.zeros(0, HEADS, requires_grad=True)
     value = torch.randn(SOURCES, HEADS, DIM, requires_grad=True)
-    result = edge_attention(scores, value, edges, config=config, prior=prior, backend=backend)
+    result = edge_attention(scores, value, edges, config=config, log_prior=prior, backend=backend)
     assert result.kl.tolist() == [0.0]
     assert torch.equal(result.output, torch.zeros(ROWS, HEADS, DIM))
     (result.output.sum() + result.kl.sum()).backward()
@@ -222,8 +221,8 @@ def test_an_end_point_out_of_range_is_refused(source, target):
             "on meta; allowed: .*device",
         ),
         ({"value": torch.zeros(SOURCES, HEADS + 1, DIM)}, r"value has shape \(5, 4, 2\); allowed"),
-        ({"prior": None}, "prior is None; allowed for BAM-WC"),
-        ({"prior": torch.zeros(SOURCES, 2)}, r"prior has shape \(5, 2\); allowed"),
+        ({"log_prior": None}, "prior is None; allowed for BAM-WC"),
+        ({"log_prior": torch.zeros(SOURCES, 2)}, r"prior has shape \(5, 2\); allowed"),
         ({"config": ba.AttentionConfig("BAM-WF")}, "prior is a tensor; allowed for BAM-WF: None"),
         ({"prior_scope": "world"}, "prior_scope is 'world'; allowed: 'graph', 'neighbourhood'"),
         ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed"),
@@ -239,7 +238,7 @@ def test_bad_arguments_are_named(monkeypatch, change, message):
         "value": torch.randn(SOURCES, HEADS, DIM),
         "edges": edges,
         "config": ba.AttentionConfig("BAM-WC"),
-        "prior": log_prior(torch.float32),
+        "log_prior": log_prior(torch.float32),
         **change,
     }
     with pytest.raises(ValueError, match=message):

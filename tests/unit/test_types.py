@@ -49,8 +49,11 @@ ba.KLSchedule("cycle")  # wrong
 ba.functional.attention(x, x, x, config=config, backend="blocked")
 ba.functional.attention(x, x, x, config=config, backend="block")  # wrong
 ba.bayesianize(model, config)
-print(ba.convert.report(model))
+print(ba.conversion_report(model))
+print(ba.convert.conversion_report(model))
+ba.conversion_reprot  # wrong
 ba.convert.reprot  # wrong
+edges = ba.functional.Edges(x, x, 3, 3)
 ba.bayesianize(model, "BAM-WC")  # wrong
 """
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from bayesattn.functional import Edges
 from bayesattn.kl import is_observing_entropy, note_entropy
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.attention.reference import expand_heads
 from bayesattn.ops.common.precision import upcast, without_autocast
-from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.reference import EdgeAttention
 from bayesattn_recipes.baselines.config import AttentionChoice
 from bayesattn_recipes.baselines.gaussian import GaussianContext
@@ -93,9 +93,9 @@ class RivalAttention(nn.Module):
                 # a key counts if any head of those that share it sees it
                 heads = key.shape[1]
                 valid = None if rows.mask is None else rows.mask.any(dim=-2).unflatten(1, (heads, -1)).any(dim=2)
-                prior = self.weights.log_prior(upcast(key), valid)
-                prior = None if prior is None else expand_heads(prior, scores.shape[1])
-                weights, kl = self.weights.draw(scores, prior=prior, mask=rows.mask)
+                log_prior = self.weights.log_prior(upcast(key), valid)
+                log_prior = None if log_prior is None else expand_heads(log_prior, scores.shape[1])
+                weights, kl = self.weights.draw(scores, log_prior=log_prior, mask=rows.mask)
                 return rows.weigh(F.dropout(weights, dropout_p), value), weights.to(value.dtype), kl
             output, weights, _, kl = self._attend(scores, value, rows, dropout_p)
             return output, weights.to(value.dtype), kl

@@ -50,7 +50,7 @@ class GaussianContext(RivalModule):
             return context
         rows = DenseRows(None, torch.Size((*context.shape[:2], value.shape[1])))
         drawn, entries = self.draw(context, rows, lambda: _mean_value(value, mask).unsqueeze(1))
-        return self._record(drawn, None if entries is None else entries.flatten(1).sum(dim=1))
+        return self.record(drawn, None if entries is None else entries.flatten(1).sum(dim=1))
 
     def shift(self, context: Float[Tensor, "b m d"], noise: Float[Tensor, "b #m d"]) -> Float[Tensor, "b m d"]:
         """Return the draw of the context that noise ε ~ N(0, 1) gives."""

@@ -123,7 +123,7 @@ class LatentAlignment(RivalModule):
                 nll = -mixed(dirichlet.mean(dirichlet.concentration(prior_scores), valid))
             else:
                 nll = exact_nll(log_prior, each_key())
-            return self._record(nll, None)
+            return self.record(nll, None)
         scores = self.inference(*inputs)
         if variant == "variational-dirichlet":
             alpha_q, alpha_p = dirichlet.concentration(scores), dirichlet.concentration(prior_scores)
@@ -135,7 +135,7 @@ class LatentAlignment(RivalModule):
             else:
                 bound = self._sampled(log_prior, log_posterior, mixed)
         kl = (bound.kl if steps is None else bound.kl * steps).sum(dim=1) if self.needs_kl else None
-        return self._record(bound.nll, kl)
+        return self.record(bound.nll, kl)
 
     def _sampled(self, log_prior: Tensor, log_posterior: Tensor, mixed: Callable[[Tensor], Tensor]) -> Bound:
         chosen = categorical.draw(log_posterior)

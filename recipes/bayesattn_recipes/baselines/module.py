@@ -41,11 +41,11 @@ class RivalWeights(RivalModule):
         keys: Any = None,
         *,
         mask: Bool[Tensor, "..."] | None = None,
-        prior: None = None,
+        log_prior: None = None,
     ) -> Float[Tensor, "*bh m n"]:
         """Return the weights of one draw, or their mean in eval mode; keys and prior are not used."""
         weights, kl = self.draw(upcast(scores), DenseRows.of(scores, mask))
-        return self._record(weights.to(scores.dtype), kl)
+        return self.record(weights.to(scores.dtype), kl)
 
     def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], Float[Tensor, " b"] | None]:
         """Return weights of float32 scores or better, and the KL of each example where there is one and someone records."""

@@ -23,11 +23,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn import noise
+from bayesattn.functional import Edges
 from bayesattn.noise import keyed
 from bayesattn.ops.attention import reference
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
 from bayesattn.ops.common.precision import upcast
-from bayesattn.ops.segment.edges import Edges
 from bayesattn_recipes.baselines import categorical
 
 

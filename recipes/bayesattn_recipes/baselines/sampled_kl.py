@@ -90,14 +90,14 @@ class SampledKLWeights(BayesianWeights):
         keys: Float[Tensor, "..."] | None = None,
         *,
         mask: Bool[Tensor, "..."] | None = None,
-        prior: Float[Tensor, "#b #h 1 n"] | None = None,
+        log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
         """Return the weights of one draw and the KL at that draw; without a draw, as `BayesianWeights`."""
         if not (self.is_sampling and self.needs_kl):
-            return super().draw(scores, keys, mask=mask, prior=prior)
-        prior = self._prior_of(scores, keys, mask) if prior is None else prior
-        if prior is None and self.bayes_prior is not None:
-            raise ValueError(f"prior is None; allowed for {self.config.variant}: ln Ψ from `log_prior`, or give the keys")
+            return super().draw(scores, keys, mask=mask, log_prior=log_prior)
+        log_prior = self._prior_of(scores, keys, mask) if log_prior is None else log_prior
+        if log_prior is None and self.bayes_prior is not None:
+            raise ValueError(f"log_prior is None; allowed for {self.config.variant}: ln Ψ of the keys, or give `keys`")
         shape = scores.shape
         full = scores.to(torch.promote_types(scores.dtype, torch.float32))
         full = full.reshape(shape[0], shape[1] if len(shape) == 4 else 1, *shape[-2:])
@@ -107,7 +107,7 @@ class SampledKLWeights(BayesianWeights):
         b, h, m, n = full.shape
         log_noise = noise.log_noise(None, (b, h, m, n), self.config, device=full.device, dtype=full.dtype)
         weights = masked_softmax(full + log_noise, mask)
-        return weights.to(scores.dtype).reshape(shape), self.kl_at(full, self.standard_noise(log_noise), prior, mask)
+        return weights.to(scores.dtype).reshape(shape), self.kl_at(full, self.standard_noise(log_noise), log_prior, mask)
 
     def standard_noise(self, log_noise: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
         """Return E or ε from what it added to the scores, ln E / k or σ_q ε (`noise.log_noise`)."""
@@ -119,10 +119,10 @@ class SampledKLWeights(BayesianWeights):
         self,
         scores: Float[Tensor, "b h m n"],
         standard: Float[Tensor, "b h m n"],
-        prior: Float[Tensor, "#b #h 1 n"] | None,
+        log_prior: Float[Tensor, "#b #h 1 n"] | None,
         mask: Bool[Tensor, "#b #h #m n"] | None,
     ) -> Float[Tensor, " b"]:
         """Return `sampled_kl` of scores, which become Φ as the config says."""
         if self.config.score_form == "log_softmax":
             scores = scores - masked_logsumexp(scores, mask).unsqueeze(-1)
-        return sampled_kl(scores, standard, prior, mask, self.config)
+        return sampled_kl(scores, standard, log_prior, mask, self.config)

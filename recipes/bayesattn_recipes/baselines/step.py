@@ -150,7 +150,7 @@ class StepAttention(AdditiveAttention):
         *,
         mask: Bool[Tensor, "b n"],
         steps: Bool[Tensor, "b t"],
-        prior: Float[Tensor, "b 1 1 n"] | None = None,
+        log_prior: Float[Tensor, "b 1 1 n"] | None = None,
         bias: Float[Tensor, "b #t n"] | None = None,
     ) -> Float[Tensor, " b"] | None:
         """Return the KL of all steps at once: the same sum as one call a step, without padded steps; None if not needed.
@@ -163,7 +163,7 @@ class StepAttention(AdditiveAttention):
             key: Read by the contextual prior; the values, where the context is drawn.
             mask: True for keys that exist.
             steps: True for steps that count.
-            prior: ln Ψ of the keys, where `prepare` has computed it; None computes it from `key`.
+            log_prior: ln Ψ of the keys, where `prepare` has computed it; None computes it from `key`.
             bias: Of `plan_bias`; only the closed form does without.
         """
         weights = self.weights
@@ -174,12 +174,12 @@ class StepAttention(AdditiveAttention):
             return (self.context_noise.kl(means, key, mask) * steps).sum(dim=1)
         with without_autocast(scores.device.type):
             full, rows = upcast(scores).unsqueeze(1), _rows(mask, steps)
-            prior = weights.log_prior(key, mask.unsqueeze(1)) if prior is None else prior
+            log_prior = weights.log_prior(key, mask.unsqueeze(1)) if log_prior is None else log_prior
             if isinstance(weights, SampledKLWeights) and weights.is_sampling:
                 standard = weights.standard_noise(self._given(bias).unsqueeze(1).masked_fill(~mask[:, None, None], 0.0))
-                kl = weights.kl_at(full, standard.expand(full.shape), prior, rows)
+                kl = weights.kl_at(full, standard.expand(full.shape), log_prior, rows)
             else:
-                kl = kl_from_scores(full, prior, rows, weights.config)
+                kl = kl_from_scores(full, log_prior, rows, weights.config)
             # a mean over rows, or over the entries of rows of equal length, as a sum over steps
             return kl if weights.config.kl_reduction == "sum" else kl * steps.sum(dim=1)
 
@@ -191,7 +191,7 @@ class StepAttention(AdditiveAttention):
         *,
         mask: Bool[Tensor, "b n"],
         steps: Bool[Tensor, "b t"],
-        prior: Float[Tensor, "b 1 1 n"] | None = None,
+        log_prior: Float[Tensor, "b 1 1 n"] | None = None,
         bias: Float[Tensor, "b #t n"] | None = None,
         kl: Float[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "..."]:
@@ -203,7 +203,7 @@ class StepAttention(AdditiveAttention):
             key: Read by the contextual prior.
             mask: True for keys that exist.
             steps: True for steps that count.
-            prior: As for `steps_kl`.
+            log_prior: As for `steps_kl`.
             bias: As for `steps_kl`; hard attention needs it too.
             kl: Of `steps_kl`, where the loop has computed it already; None computes it.
         """
@@ -211,10 +211,10 @@ class StepAttention(AdditiveAttention):
             rows = _rows(mask, steps)
             note_entropy(masked_softmax(upcast(scores.detach()).unsqueeze(1), rows), rows)
         if kl is None:
-            kl = self.steps_kl(scores, key, mask=mask, steps=steps, prior=prior, bias=bias)
+            kl = self.steps_kl(scores, key, mask=mask, steps=steps, log_prior=log_prior, bias=bias)
         if isinstance(self.weights, HardWeights) and self.weights.is_sampling:
             self.weights.note(upcast(scores), self.planned_weights(scores, self._given(bias)), mask.unsqueeze(1))
-        return self._drawn._record(output, kl)
+        return self._drawn.record(output, kl)
 
     def _given(self, bias: Float[Tensor, "b #t n"] | None) -> Float[Tensor, "b #t n"]:
         if bias is None:

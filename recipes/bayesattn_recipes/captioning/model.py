@@ -206,7 +206,7 @@ class Att2in(nn.Module):
             image.keys,
             mask=image.mask,
             steps=steps,
-            prior=prior,
+            log_prior=prior,
             bias=bias,
         )
         return hidden, torch.cat(weights, dim=1)

@@ -105,7 +105,7 @@ class GraphAttentionLayer(BayesianModule):
             (self.score_target, head_dim + 1),
         ):
             nn.init.uniform_(parameter, -math.sqrt(6.0 / fans), math.sqrt(6.0 / fans))
-        self._init_bayesian(config, key_dim=head_dim, num_heads=heads)
+        self.init_bayesian(config, key_dim=head_dim, num_heads=heads)
         # where each copy, or all of them together, draw from; None is torch's own generator
         self.generators: list[torch.Generator | None] = [None] * num_copies
         # None: all copies are as the arguments say
@@ -129,14 +129,14 @@ class GraphAttentionLayer(BayesianModule):
         weights = self._drop(self._weights(scores, edges))
         # on a GPU, too: `plain` would store and scatter a message of all heads' features for every edge
         output = csr.weighted_sum(weights, self._drop(projected), edges) + self.bias
-        return self._record(output, self._kl(scores, projected, edges, batch) if self.needs_kl else None)
+        return self.record(output, self._kl(scores, projected, edges, batch) if self.needs_kl else None)
 
     def _rival(self, scores: Float[Tensor, "e g"], value: Float[Tensor, "n g d"], edges: Edges) -> Float[Tensor, "r g d"]:
         dropout_p = self.dropout.p if self.dropout.training else 0.0
         options = {"dropout_p": dropout_p, "generator": self.generators[0]}
         result = self.bayes_rival.on_edges(scores, value, edges, self._ops, **options)
         kl = None if result.kl is None else result.kl * self.kl_share
-        return self._record(result.output + self.bias, kl)
+        return self.record(result.output + self.bias, kl)
 
     def weights(self, x: SparseFeatures | Float[Tensor, "n c f"], edges: Edges) -> Float[Tensor, "e g"]:
         """Return the attention weights alone: a draw while sampling, else the posterior mean."""

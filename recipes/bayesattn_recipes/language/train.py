@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bayesattn.convert import report
+from bayesattn.convert import conversion_report
 from bayesattn.evaluation.runs import RunError, read_run
 from bayesattn_recipes.baselines import AttentionChoice
 from bayesattn_recipes.common import runs
@@ -180,7 +180,7 @@ def describe(model: PreTrainedModel, prepared: Prepared, data: Path | None) -> d
         "skipped_rows": prepared.skipped,
         "num_examples": {name: len(split.questions or split.rows) for name, split in prepared.splits.items()},
         "num_truncated": {name: split.num_truncated for name, split in prepared.splits.items()},
-        "added_parameters": report(model).added_parameters,
+        "added_parameters": conversion_report(model).added_parameters,
     }
 
 

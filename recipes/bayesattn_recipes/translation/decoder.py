@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         if bias is not None:
             weights = self.attention.planned_weights(scores, bias)
         else:
-            weights = self.attention.weights(scores, mask=memory.mask.unsqueeze(1), prior=memory.prior)
+            weights = self.attention.weights(scores, mask=memory.mask.unsqueeze(1), log_prior=memory.prior)
         context = weights.to(memory.values.dtype) @ memory.values
         if noise is not None and self.attention.context_noise is not None:
             context = self.attention.context_noise.shift(context, noise)

@@ -30,7 +30,7 @@ def check(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
     inputs = [torch.randn(1, h, min(n, 512), d, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     results = []
     for backend in ("auto", "reference"):
-        output, kl = attention(*inputs, config=CONFIG, prior=prior, seed=7, backend=backend)
+        output, kl = attention(*inputs, config=CONFIG, log_prior=prior, seed=7, backend=backend)
         assert kl is not None
         gradients = torch.autograd.grad((output.float() ** 2).sum() + kl.sum(), inputs)
         results.append([x.detach().double() for x in (output, kl, *gradients)])
@@ -79,7 +79,7 @@ class Calls:
         def call() -> None:
             output, divergences = self.query, []
             for pair, prior in zip(self.pairs, self.priors, strict=True):
-                output, kl = function(output, *pair, config=config, prior=prior, backend=backend)
+                output, kl = function(output, *pair, config=config, log_prior=prior, backend=backend)
                 divergences.append(kl)
             total = kl if len(divergences) == 1 else torch.stack(divergences).sum(0)
             self._backward([output, total], [self.upstream, self.weight])

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from bayesattn import functional
 from bayesattn.config import AttentionConfig
+from bayesattn.functional import Edges
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
-from bayesattn.ops.segment.edges import Edges
 from bayesattn.priors import ContextualPrior
 
 SIZE = 16

@@ -1,7 +1,7 @@
 """Make the attention of an existing model Bayesian in place, and give the model back.
 
     model = bayesianize(model, AttentionConfig("BAM-WC"))    # torch, transformers or PyTorch Geometric
-    print(report(model))
+    print(conversion_report(model))
     save_bayesian(model, "dir"); load_bayesian(model, "dir")
     tune_noise(model, batches)                               # no training: choose the noise on validation data
     restore(model)
@@ -11,16 +11,16 @@ the model already did.
 """
 
 from bayesattn.convert.bayesianize import bayesianize, restore
-from bayesattn.convert.report import ConversionReport, report
 from bayesattn.convert.saving import load_bayesian, save_bayesian
+from bayesattn.convert.summary import ConversionReport, conversion_report
 from bayesattn.convert.tuning import NoiseTuning, tune_noise
 
 __all__ = [
     "ConversionReport",
     "NoiseTuning",
     "bayesianize",
+    "conversion_report",
     "load_bayesian",
-    "report",
     "restore",
     "save_bayesian",
     "tune_noise",

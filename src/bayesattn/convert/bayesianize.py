@@ -25,9 +25,9 @@ def bayesianize(
     """Make the attention of `model` Bayesian, in place.
 
     In eval mode the converted model computes exactly what it computed before. In train mode, and inside
-    `sampling(model)`, attention weights are drawn; `record_kl()` collects the KL of every call. `report(model)` says
-    what was converted. BAM-WC and BAM-LC add one small prior network per attention module, everything else no parameter.
-    Build the optimizer afterwards, or it does not have the priors; `report(model).added_parameters` says how many they are.
+    `sampling(model)`, attention weights are drawn; `record_kl()` collects the KL of every call. `conversion_report(model)`
+    says what was converted and how many parameters were added: BAM-WC and BAM-LC add one small prior network per attention
+    module, everything else none. Build the optimizer afterwards, or it does not have the priors.
 
     On a pretrained model the default noise, k = 5, changes almost nothing when drawn: the mutual information of a
     classifier's draws is 0.001 to 0.003 nats. `tune_noise` chooses the noise on validation data.

@@ -45,7 +45,7 @@ class HostedAttention(BayesianModule):
     ) -> None:
         super().__init__()
         self.register_buffer("settings", torch.empty(0, dtype=torch.uint8, device=device))
-        self._init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype, prior_name=name)
+        self.init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype, prior_name=name)
         # set from outside: one noise draw per sequence (`generate`), and the batch that windows were cut from
         self.stream: NoiseStream | None = None
         self.batch: Batch | None = None
@@ -96,19 +96,19 @@ class HostedAttention(BayesianModule):
                 dropout_p=dropout_p, need_weights=need_weights,
             )  # fmt: skip
         if softcap is None and self.stream is None and not need_weights:
-            prior = self._log_prior(key, mask, query.shape[1])
+            log_prior = self._log_prior(key, mask, query.shape[1])
             output, kl = functional.attention(
-                query, key, value, config=self.config, prior=prior, mask=mask, bias=bias, is_causal=is_causal,
+                query, key, value, config=self.config, log_prior=log_prior, mask=mask, bias=bias, is_causal=is_causal,
                 scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
             )  # fmt: skip
-            return self._record_folded(output, kl), None
+            return self.record(output, kl), None
         with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
-            weights = self._draw(scores, mask, key_offset)
-            kl = self._kl(scores, key, mask) if self.needs_kl else None
+            weights = self.draw(scores, mask, key_offset)
+            kl = self.kl(scores, key, mask) if self.needs_kl else None
             dropped = nn.functional.dropout(weights, dropout_p)
             output = reference.weighted_values(dropped, value)
-        return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
+        return self.record(output, kl), weights.to(query.dtype) if need_weights else None
 
     def _attend_rival(self, query, key, value, *, dropout_p, need_weights, **options) -> tuple[Tensor, Tensor | None]:
         """Attend as `attend` does, with what takes the softmax's place in the middle."""
@@ -120,7 +120,7 @@ class HostedAttention(BayesianModule):
         with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, **options)
         output, weights, kl = self.bayes_rival(scores, key, value, mask=mask, dropout_p=dropout_p)
-        return self._record_folded(output, kl), weights.to(query.dtype) if need_weights else None
+        return self.record(output, kl), weights.to(query.dtype) if need_weights else None
 
     def finish_mean(
         self,
@@ -143,8 +143,8 @@ class HostedAttention(BayesianModule):
             return output
         with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
-            kl = self._kl(scores, key, mask)
-        return self._record_folded(output, kl)
+            kl = self.kl(scores, key, mask)
+        return self.record(output, kl)
 
     def _scores(self, query, key, mask, bias, is_causal, scale, softcap) -> tuple[Tensor, Tensor | None]:
         scores = reference.dot_product_scores(query, key, scale=scale, bias=None)
@@ -157,7 +157,8 @@ class HostedAttention(BayesianModule):
             mask = causal if mask is None else mask & causal
         return scores, mask
 
-    def _draw(self, scores: Float[Tensor, "b h m n"], mask: Tensor | None, key_offset: int) -> Float[Tensor, "b h m n"]:
+    def draw(self, scores: Float[Tensor, "b h m n"], mask: Tensor | None, key_offset: int) -> Float[Tensor, "b h m n"]:
+        """Return the weights of one draw, or their mean while nothing is sampled; `key_offset` as for `attend`."""
         options = {"config": self.config, "sample": self.is_sampling, "need_kl": False}
         if self.stream is None:
             return functional.attention_weights(scores, mask=mask, **options)[0]
@@ -172,9 +173,10 @@ class HostedAttention(BayesianModule):
         weights, _ = functional.attention_weights(rows, mask=mask, seed=self.stream.row_seeds(self, b, m), **options)
         return weights[..., key_offset:].reshape(b, m, h, n).transpose(1, 2)
 
-    def _kl(self, scores: Float[Tensor, "b h m n"], key: Tensor, mask: Tensor | None) -> Float[Tensor, " b"] | None:
-        prior = self._log_prior(key, mask, scores.shape[1])
-        return functional.attention_weights(scores, config=self.config, prior=prior, mask=mask, sample=False)[1]
+    def kl(self, scores: Float[Tensor, "b h m n"], key: Tensor, mask: Tensor | None) -> Float[Tensor, " b"] | None:
+        """Return the KL of each entry of the batch; 0 for variants without one."""
+        log_prior = self._log_prior(key, mask, scores.shape[1])
+        return functional.attention_weights(scores, config=self.config, log_prior=log_prior, mask=mask, sample=False)[1]
 
     def _log_prior(
         self, key: Float[Tensor, "b hk n d"], mask: Tensor | None, num_heads: int
@@ -192,13 +194,13 @@ class HostedAttention(BayesianModule):
         prior = self.bayes_prior(key, valid)
         return prior if num_heads == key_heads else prior.repeat_interleave(num_heads // key_heads, dim=1)
 
-    def _record_folded(self, output: Tensor, kl: Float[Tensor, " w"] | None) -> Tensor:
+    def record(self, output: Tensor, kl: Float[Tensor, " w"] | None) -> Tensor:
         """Record the KL per example of the model, of which one may have become several entries of the batch (windows)."""
         examples = None if self.batch is None else self.batch.examples
         if kl is not None and examples is not None and kl.shape[0] > examples and kl.shape[0] % examples == 0:
             parts = kl.view(examples, -1)
             kl = parts.sum(dim=1) if self.config.kl_reduction == "sum" else parts.mean(dim=1)
-        return self._record(output, kl)
+        return super().record(output, kl)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         stored = state_dict.get(f"{prefix}settings")

@@ -59,7 +59,7 @@ def become_bayesian(
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
     module.__class__ = bayesian_class
     try:
-        module._init_bayesian(
+        module.init_bayesian(
             config,
             key_dim=key_dim,
             num_heads=num_heads,

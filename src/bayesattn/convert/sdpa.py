@@ -102,13 +102,13 @@ def detach(model: nn.Module, name: str) -> None:
 
 
 class _Intercepting(nn.Module):
-    """Mixin whose `forward` is the host's, run inside `_SampledAttention` while there is something to sample or record."""
+    """Mixin whose `forward` is the host's, run inside `SampledAttention` while there is something to sample or record."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         child = getattr(self, CHILD_NAME)
         if child.is_idle:
             return super().forward(*args, **kwargs)
-        with _SampledAttention(child, dropout_rate(self)):
+        with SampledAttention(child, dropout_rate(self)):
             return super().forward(*args, **kwargs)
 
 
@@ -131,7 +131,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _SampledAttention(TorchFunctionMode):
+class SampledAttention(TorchFunctionMode):
     """Replaces calls of `F.scaled_dot_product_attention` by sampled attention."""
 
     def __init__(self, child: HostedAttention, dropout_p: float | None) -> None:

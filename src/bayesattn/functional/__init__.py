@@ -5,14 +5,28 @@ softmax and KL are float32 or better) and choose a backend; the mathematics is i
 """
 
 from bayesattn.functional.dense import BACKENDS, Backend, attention, attention_weights
-from bayesattn.functional.edges import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, PriorScope, edge_attention
+from bayesattn.functional.edges import (
+    EDGE_BACKENDS,
+    PRIOR_SCOPES,
+    EdgeAttention,
+    EdgeBackend,
+    Edges,
+    FeatureScores,
+    PairScores,
+    PriorScope,
+    edge_attention,
+)
 
 __all__ = [
     "BACKENDS",
     "EDGE_BACKENDS",
     "PRIOR_SCOPES",
     "Backend",
+    "EdgeAttention",
     "EdgeBackend",
+    "Edges",
+    "FeatureScores",
+    "PairScores",
     "PriorScope",
     "attention",
     "attention_weights",

@@ -26,7 +26,7 @@ def attention_weights(
     scores: Float[Tensor, "*bh m n"],
     *,
     config: AttentionConfig,
-    prior: Float[Tensor, "#b #h 1 n"] | None = None,
+    log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     seed: Seed | None = None,
     sample: bool = True,
@@ -40,7 +40,7 @@ def attention_weights(
     Args:
         scores: Φ, before masking and before any softmax; `b h m n`, `b m n` or `m n`.
         config: Which posterior, prior and conventions.
-        prior: ln Ψ from a contextual prior, one value per key; needed for BAM-LC and BAM-WC when `need_kl`.
+        log_prior: ln Ψ from a contextual prior, one value per key; needed for BAM-LC and BAM-WC when `need_kl`.
         mask: Boolean, True where a query may attend, broadcastable to `scores`.
         seed: Repeats a draw exactly; None draws from torch's generator, or as `keyed_noise` says.
         sample: False gives the posterior mean, softmax(Φ).
@@ -70,10 +70,10 @@ def attention_weights(
     if isinstance(mask, Tensor) and mask.ndim == 3 and len(shape) == 3:
         mask = mask.unsqueeze(1)
     mask = checks.mask(mask, tuple(full.shape))
-    checks.prior(prior, tuple(full.shape), config, need_kl)
-    checks.same_device("scores", scores.device, mask=mask, prior=prior)
+    checks.log_prior(log_prior, tuple(full.shape), config, need_kl)
+    checks.same_device("scores", scores.device, mask=mask, log_prior=log_prior)
     if check_finite:
-        checks.finite(scores=scores, prior=prior, mask=mask)
+        checks.finite(scores=scores, log_prior=log_prior, mask=mask)
     with without_autocast(scores.device.type):
         full = upcast(full)
         if sample and config.is_stochastic:
@@ -81,7 +81,7 @@ def attention_weights(
             weights = reference.sample_weights(full, mask, seed, config)
         else:
             weights = masked_softmax(full, mask)
-        kl = _kl(full, prior, mask, config) if need_kl else None
+        kl = _kl(full, log_prior, mask, config) if need_kl else None
         if is_observing_entropy():
             note_entropy(masked_softmax(full.detach(), mask), mask)
     return weights.to(scores.dtype).reshape(shape), kl
@@ -93,7 +93,7 @@ def attention(
     value: Float[Tensor, "b hk n dv"],
     *,
     config: AttentionConfig,
-    prior: Float[Tensor, "#b prior_heads 1 n"] | None = None,
+    log_prior: Float[Tensor, "#b prior_heads 1 n"] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     is_causal: bool = False,
@@ -115,7 +115,7 @@ def attention(
         key: Keys; `hk` divides the query heads (grouped-query attention).
         value: Values.
         config: Which posterior, prior and conventions.
-        prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared.
+        log_prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared.
         mask: Boolean, True where a query may attend; combined with `is_causal`.
         bias: Added to the scores; broadcastable to `b h m n`. Where it is −80 or less a query may not attend.
         is_causal: Query i attends to keys up to i.
@@ -136,9 +136,9 @@ def attention(
     """
     shape = checks.query_key_value(query, key, value)
     given = Allowed(checks.mask(mask, shape), is_causal, shape)
-    prior = checks.prior(prior, shape, config, need_kl, key_heads=key.shape[1])
+    log_prior = checks.log_prior(log_prior, shape, config, need_kl, key_heads=key.shape[1])
     checks.bias(bias, shape)
-    checks.same_device("query", query.device, key=key, value=value, mask=mask, prior=prior, bias=bias)
+    checks.same_device("query", query.device, key=key, value=value, mask=mask, log_prior=log_prior, bias=bias)
     checks.probability("dropout_p", dropout_p)
     checks.choice("backend", backend, BACKENDS)
     allowed, added = given, bias
@@ -147,7 +147,7 @@ def attention(
         visible = visible if given.mask is None else given.mask & visible
         allowed = Allowed(checks.mask(visible, shape), is_causal, shape)
     if check_finite:
-        checks.finite(query=query, key=key, value=value, bias=added, prior=prior, mask=allowed.mask)
+        checks.finite(query=query, key=key, value=value, bias=added, log_prior=log_prior, mask=allowed.mask)
     if is_observing_entropy():
         _observe(query, key, allowed, added, scale)
     if sample and config.is_stochastic:
@@ -156,7 +156,7 @@ def attention(
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl)
         chosen = _choose(backend, call)
-        options = {"config": config, "log_prior": prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
+        options = {"config": config, "log_prior": log_prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
         with without_autocast(query.device.type):
             if chosen == "triton":
                 # only now: a machine without a GPU need not have triton
@@ -174,7 +174,7 @@ def attention(
         with without_autocast(query.device.type):
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             scores = reference.dot_product_scores(query, key, scale=factor, bias=added)
-            kl = _kl(scores, prior, allowed.dense(query.device), config)
+            kl = _kl(scores, log_prior, allowed.dense(query.device), config)
     return _mean_attention(query, key, value, given, bias, dropout_p, scale), kl
 
 
@@ -221,8 +221,8 @@ def _observe(query: Tensor, key: Tensor, allowed: Allowed, bias: Tensor | None, 
         note_entropy(masked_softmax(reference.dot_product_scores(query, key, scale=factor, bias=bias), mask), mask)
 
 
-def _kl(scores: Tensor, prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:
-    return kl_from_scores(scores, prior, mask, config) if config.has_kl else zeros_like_kl(scores)
+def _kl(scores: Tensor, log_prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:
+    return kl_from_scores(scores, log_prior, mask, config) if config.has_kl else zeros_like_kl(scores)
 
 
 def zeros_like_kl(like: Tensor) -> Tensor:

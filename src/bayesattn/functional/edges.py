@@ -27,7 +27,7 @@ def edge_attention(
     edges: Edges,
     *,
     config: AttentionConfig,
-    prior: Float[Tensor, "n prior_heads"] | NodePrior | None = None,
+    log_prior: Float[Tensor, "n prior_heads"] | NodePrior | None = None,
     prior_scope: PriorScope = "graph",
     dropout_p: float = 0.0,
     seed: Seed | None = None,
@@ -46,8 +46,8 @@ def edge_attention(
         value: Features of every node that may be a source.
         edges: The graph, from `Edges.sort`.
         config: Which posterior, prior and conventions.
-        prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or what the kernels compute it
-            from.
+        log_prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or the `NodePrior` from
+            which the kernels compute it.
         prior_scope: `graph`: Ψ sums to one over all nodes that are somebody's source, as published; `neighbourhood`: over
             the sources of each target, as the derivation, one softmax per row, asks.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
@@ -80,12 +80,12 @@ def edge_attention(
         raise ValueError(f"scores is {type(scores).__name__}; allowed: Tensor, PairScores, FeatureScores")
     heads = like.shape[1]
     checks.edge_value(value, edges.num_sources, heads)
-    given = prior.key if isinstance(prior, NodePrior) else prior
-    checks.same_device("scores", like.device, value=value, edges=edges.source, prior=given)
-    if isinstance(prior, NodePrior):
-        checks.edge_prior_shape(tuple(prior.key.shape[:2]), heads, edges.num_sources, config)
+    given = log_prior.key if isinstance(log_prior, NodePrior) else log_prior
+    checks.same_device("scores", like.device, value=value, edges=edges.source, log_prior=given)
+    if isinstance(log_prior, NodePrior):
+        checks.edge_prior_shape(tuple(log_prior.key.shape[:2]), heads, edges.num_sources, config)
     else:
-        checks.edge_prior(prior, heads, edges.num_sources, config, need_kl)
+        checks.edge_prior(log_prior, heads, edges.num_sources, config, need_kl)
     checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
     checks.probability("dropout_p", dropout_p)
     checks.choice("backend", backend, EDGE_BACKENDS)
@@ -95,11 +95,11 @@ def edge_attention(
     wants_kl = need_kl and config.has_kl
     chosen = _choose(backend, support.EdgeCall(like, value, edges, config, sample, dropout_p))
     options = {"config": config, "prior_scope": prior_scope, "seed": seed, "need_kl": wants_kl}
-    if isinstance(prior, NodePrior):
-        prior = prior if chosen == "triton" else prior.log_prior()
-    elif prior is not None and prior.shape[1] != heads:
-        prior = prior.expand(-1, heads)
-    options["log_prior"] = prior
+    if isinstance(log_prior, NodePrior):
+        log_prior = log_prior if chosen == "triton" else log_prior.log_prior()
+    elif log_prior is not None and log_prior.shape[1] != heads:
+        log_prior = log_prior.expand(-1, heads)
+    options["log_prior"] = log_prior
     with without_autocast(like.device.type):
         if chosen == "triton":
             from bayesattn.ops.segment import triton

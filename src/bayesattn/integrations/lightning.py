@@ -28,12 +28,12 @@ class KLCallback(pl.Callback):
     Args:
         schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1. It follows
             `trainer.global_step`, so it resumes with a checkpoint.
-        labels_per_example: Labels that share one example's KL, as in `elbo`.
         max_share: The weighted KL is at most this share of the NLL, as in `elbo`; None for no cap.
+        labels_per_example: Labels that share one example's KL, as in `elbo`.
     """
 
     def __init__(
-        self, schedule: KLSchedule | None = None, labels_per_example: float = 1.0, *, max_share: float | None = MAX_SHARE
+        self, schedule: KLSchedule | None = None, *, max_share: float | None = MAX_SHARE, labels_per_example: float = 1.0
     ) -> None:
         super().__init__()
         if not labels_per_example > 0.0:

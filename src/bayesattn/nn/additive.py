@@ -68,6 +68,8 @@ class AdditiveAttention(nn.Module):
             mask: True for keys that exist.
             prepared: Result of `prepare(key, mask)`.
         """
-        keys, prior = self.prepare(key, mask) if prepared is None else prepared
-        weights = self.weights(self.scores(query, keys), mask=None if mask is None else mask[:, None, :], prior=prior)
+        keys, log_prior = self.prepare(key, mask) if prepared is None else prepared
+        weights = self.weights(
+            self.scores(query, keys), mask=None if mask is None else mask[:, None, :], log_prior=log_prior
+        )
         return weights @ (key if value is None else value), weights

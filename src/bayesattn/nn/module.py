@@ -30,7 +30,7 @@ class BayesianModule(nn.Module):
     drops_in_eval: bool
     kl_name: str
 
-    def _init_bayesian(
+    def init_bayesian(
         self,
         config: AttentionConfig,
         *,
@@ -41,6 +41,17 @@ class BayesianModule(nn.Module):
         prior_name: str = "",
         takes_rival: bool = True,
     ) -> None:
+        """Give the module its config, its switches and, for contextual variants, a prior; constructors call it once.
+
+        Args:
+            config: What is random.
+            key_dim: Features of a key of one head; needed for contextual priors.
+            num_heads: Heads of the keys.
+            device: Of the prior's parameters.
+            dtype: Of the prior's parameters.
+            prior_name: As `name` of `ContextualPrior`.
+            takes_rival: Whether a config may name what replaces softmax and average.
+        """
         if not isinstance(config, AttentionConfig):
             raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
         is_contextual = not (takes_rival and config.is_rival) and config.prior_kind == "contextual"
@@ -92,10 +103,12 @@ class BayesianModule(nn.Module):
             "model after restore(model)"
         )
 
-    def _dropout(self, p: float) -> float:
+    def dropout_now(self, p: float) -> float:
+        """Return the dropout rate of the next call: p in training and inside `sampling(model, dropout=True)`, else 0."""
         return p if self.training or self.drops_in_eval else 0.0
 
-    def _record(self, output: Tensor, kl: Tensor | None) -> Tensor:
+    def record(self, output: Tensor, kl: Tensor | None) -> Tensor:
+        """Give one call's KL, None where it has none, to the open `record_kl()` scope; use the returned output."""
         return record(output, kl, self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
-from bayesattn.nn._arguments import check_inputs, check_nested, only_forbids, split_masks
 from bayesattn.nn.module import BayesianModule
+from bayesattn.nn.multihead_arguments import check_inputs, check_nested, only_forbids, split_masks
 from bayesattn.ops.attention import reference
 from bayesattn.ops.common.precision import without_autocast
 
@@ -47,7 +47,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self._init_bayesian(config, key_dim=embed_dim // num_heads, num_heads=num_heads, device=device, dtype=dtype)
+        self.init_bayesian(config, key_dim=embed_dim // num_heads, num_heads=num_heads, device=device, dtype=dtype)
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -119,16 +119,22 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         if bias is not None and self.is_sampling and all(map(only_forbids, (key_padding_mask, attn_mask))):
             # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
             bias = None
-        dropout_p, scores, weights = self._dropout(self.dropout), None, None
+        dropout_p, scores, weights = self.dropout_now(self.dropout), None, None
         if need_weights or self.bayes_rival is not None:
             with without_autocast(q.device.type):
                 scores = reference.dot_product_scores(q, k, scale=self.head_dim**-0.5, bias=bias)
         if self.bayes_rival is not None:
             heads, weights, kl = self.bayes_rival(scores, k, v, mask=mask, dropout_p=dropout_p)
-            return self._merge(self._record(heads, kl)), weights
+            return self._merge(self.record(heads, kl)), weights
         valid = None if mask is None else mask.any(dim=-2)
-        prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None
-        options = {"config": self.config, "prior": prior, "mask": mask, "need_kl": self.needs_kl, "sample": self.is_sampling}
+        log_prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None
+        options = {
+            "config": self.config,
+            "log_prior": log_prior,
+            "mask": mask,
+            "need_kl": self.needs_kl,
+            "sample": self.is_sampling,
+        }
         if scores is None:
             heads, kl = functional.attention(q, k, v, bias=bias, dropout_p=dropout_p, **options)
             if self.is_measured:
@@ -142,7 +148,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
                 weights = F.dropout(weights, dropout_p)
                 heads = reference.weighted_values(weights, v)
             weights = weights.to(q.dtype)
-        return self._merge(self._record(heads, kl)), weights
+        return self._merge(self.record(heads, kl)), weights
 
     def _merge(self, heads: Float[Tensor, "b h m d"]) -> Float[Tensor, "b m e"]:
         return F.linear(heads.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)

@@ -39,9 +39,7 @@ class BayesianWeights(BayesianModule):
         super().__init__()
         options = {"device": device, "dtype": dtype}
         # it takes the place of the softmax itself: `baselines.build_weights` builds the others that do
-        self._init_bayesian(
-            config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, takes_rival=False, **options
-        )
+        self.init_bayesian(config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, takes_rival=False, **options)
 
     def log_prior(
         self, keys: Float[Tensor, "b h n d"] | Float[Tensor, "b n d"], valid: Bool[Tensor, "..."] | None = None
@@ -58,17 +56,17 @@ class BayesianWeights(BayesianModule):
         keys: Float[Tensor, "..."] | None = None,
         *,
         mask: Bool[Tensor, "..."] | None = None,
-        prior: Float[Tensor, "#b #h 1 n"] | None = None,
+        log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     ) -> Float[Tensor, "*bh m n"]:
         """Return the weights of one draw, or softmax(scores) in eval mode.
 
         Args:
             scores: Φ of any alignment function.
-            keys: Keys from which the contextual prior is computed; or give `prior`.
+            keys: Keys from which the contextual prior is computed; or give `log_prior`.
             mask: True where a query may attend.
-            prior: ln Ψ from `log_prior`.
+            log_prior: ln Ψ from `log_prior`.
         """
-        return self._record(*self.draw(scores, keys, mask=mask, prior=prior))
+        return self.record(*self.draw(scores, keys, mask=mask, log_prior=log_prior))
 
     def draw(
         self,
@@ -76,14 +74,14 @@ class BayesianWeights(BayesianModule):
         keys: Float[Tensor, "..."] | None = None,
         *,
         mask: Bool[Tensor, "..."] | None = None,
-        prior: Float[Tensor, "#b #h 1 n"] | None = None,
+        log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
         """Return weights and KL, the latter None where nobody records; arguments as for `forward`, which records it."""
-        prior = self._prior_of(scores, keys, mask) if prior is None else prior
+        log_prior = self._prior_of(scores, keys, mask) if log_prior is None else log_prior
         if self.is_measured:
             scores = sensitivity.through_scores(scores, self)
         return functional.attention_weights(
-            scores, config=self.config, prior=prior, mask=mask, sample=self.is_sampling, need_kl=self.needs_kl
+            scores, config=self.config, log_prior=log_prior, mask=mask, sample=self.is_sampling, need_kl=self.needs_kl
         )
 
     def _prior_of(self, scores: Tensor, keys: Tensor | None, mask: Tensor | None) -> Tensor | None:

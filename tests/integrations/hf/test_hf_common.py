@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from zoo import ARCHITECTURES, BATCH, build, run
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report, restore
+from bayesattn.convert import bayesianize, conversion_report, restore
 
 VARIANTS = ("BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC")
 
@@ -55,8 +55,8 @@ def test_off_is_bit_identical_and_restore_leaves_no_trace(name, implementation, 
     model, inputs = build(name, implementation), ARCHITECTURES[name].inputs(padded)
     state, before, traced = copy.deepcopy(model.state_dict()), run(model, inputs), trace(model)
     bayesianize(model, ba.AttentionConfig(variant))
-    assert len(report(model).converted) == ARCHITECTURES[name].modules
-    assert not report(model).left_alone
+    assert len(conversion_report(model).converted) == ARCHITECTURES[name].modules
+    assert not conversion_report(model).left_alone
     assert torch.equal(run(model, inputs), before)
     with ba.sampling(model):
         run(model, inputs)
@@ -99,9 +99,9 @@ def test_one_kl_per_call_with_gradients(name, implementation, padded, variant):
         run(model, inputs)
     assert len(kl) == ARCHITECTURES[name].calls
     assert all(value.shape == (BATCH,) and bool(torch.isfinite(value).all()) for _, value in kl.per_call())
-    assert {layer.removesuffix(".bayes") for layer in kl.per_layer()} == set(report(model).converted)
+    assert {layer.removesuffix(".bayes") for layer in kl.per_layer()} == set(conversion_report(model).converted)
     kl.total().backward()
-    for layer in report(model).converted:
+    for layer in conversion_report(model).converted:
         prior = model.get_submodule(layer).bayes.bayes_prior
         if prior is not None:
             assert prior.weight_in.grad.abs().max() > 0

@@ -8,7 +8,7 @@ import transformers as hf
 from zoo import ARCHITECTURES, SIZES, TEXT, build, run
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report, restore
+from bayesattn.convert import bayesianize, conversion_report, restore
 
 CONFIG = ba.AttentionConfig("BAM-WC")
 
@@ -30,7 +30,7 @@ def test_encoder_and_decoder_with_different_config_objects_are_both_converted():
     inputs = {**ARCHITECTURES["bert"].inputs(True), "decoder_input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
     with ba.sampling(model), ba.record_kl() as kl:
         model(**inputs)
-    assert len(report(model).converted) == len(kl) == 6
+    assert len(conversion_report(model).converted) == len(kl) == 6
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_attention_sinks_are_refused_by_name():
 
 def test_eager_attention_that_needs_a_mask_is_tried_with_one():
     model = hf.ModernBertDecoderModel(hf.ModernBertDecoderConfig(**TEXT, **SIZES))
-    assert len(report(bayesianize(model, CONFIG)).converted) == 2
+    assert len(conversion_report(bayesianize(model, CONFIG)).converted) == 2
 
 
 def test_groups_of_heads_may_be_a_float():
     model = build("bert")
     for layer in model.bert.encoder.layer:
         layer.attention.self.num_key_value_groups = 1.0
-    assert len(report(bayesianize(model, CONFIG)).converted) == 2
+    assert len(conversion_report(bayesianize(model, CONFIG)).converted) == 2
 
 
 def test_half_a_model_is_an_error_unless_asked_for():
@@ -74,9 +74,9 @@ def test_half_a_model_is_an_error_unless_asked_for():
     model = torch.nn.ModuleDict({"bert": bert, "rembert": rembert})
     with pytest.raises(ValueError, match=r"(?s)2 of the 4 .*RemBertSelfAttention.*exclude"):
         bayesianize(model, CONFIG)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
     bayesianize(model, CONFIG, exclude=["rembert.*"])
-    assert len(report(model).converted) == 2
+    assert len(conversion_report(model).converted) == 2
 
 
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
@@ -166,7 +166,7 @@ def test_a_deep_copy_is_a_model_of_its_own():
         assert not torch.equal(run(twin, inputs), run(model, inputs))
     assert [value.shape for _, value in kl.per_call()][:2] == [(2,), (2,)]
     restore(twin)
-    assert len(report(model).converted) == 2
+    assert len(conversion_report(model).converted) == 2
     with ba.sampling(model):
         run(model, inputs)
 
@@ -177,7 +177,7 @@ def test_single_layers_can_be_chosen():
     with ba.sampling(model), ba.record_kl(model) as kl:
         run(model, inputs)
     assert list(kl.per_layer()) == ["bert.encoder.layer.1.attention.self.bayes"]
-    assert "not selected" in report(model).left_alone["bert.encoder.layer.0.attention.self"]
+    assert "not selected" in conversion_report(model).left_alone["bert.encoder.layer.0.attention.self"]
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_single_layers_can_be_chosen():
     ids=["albert-base", "bert-base"],
 )
 def test_added_parameters_are_below_a_thousandth_at_base_size(build_model, calls):
-    result = report(bayesianize(build_model(), CONFIG))
+    result = conversion_report(bayesianize(build_model(), CONFIG))
     # a head has 64 features: 64·10 + 10 + 10 + 1 per module
     assert result.added_parameters == calls * 661
     assert result.added_parameters < 1e-3 * result.model_parameters

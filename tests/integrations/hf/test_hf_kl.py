@@ -84,7 +84,7 @@ def test_windows_do_fold_in_this_suite():
     for name, entries in (("swin", 4), ("patchtst", 3)):
         model, seen = bayesianize(build(name, "eager"), CONFIGS["WF-sum"]), []
         part = next(m.bayes for m in model.modules() if hasattr(m, "bayes"))
-        part._record_folded = lambda out, kl, seen=seen: seen.append(kl.shape[0]) or out
+        part.record = lambda out, kl, seen=seen: seen.append(kl.shape[0]) or out
         with torch.no_grad(), ba.record_kl():
             run(model, ARCHITECTURES[name].inputs(False))
         assert seen == [entries * BATCH], name
@@ -114,7 +114,7 @@ def test_kl_gradient_is_the_functional_core_s():
     prior.zero_grad()
     log_prior = prior(leaves["key"], captured["mask"].any(dim=-2))
     _, by_core = ba.functional.attention(
-        leaves["query"], leaves["key"], leaves["key"], config=config, prior=log_prior, mask=captured["mask"],
+        leaves["query"], leaves["key"], leaves["key"], config=config, log_prior=log_prior, mask=captured["mask"],
         scale=captured["scale"], sample=False,
     )  # fmt: skip
     by_core.mean().backward()

@@ -11,7 +11,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 from zoo import ARCHITECTURES, BATCH, build
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian
 from bayesattn.integrations.hf import generate
 from bayesattn.integrations.pyg import BayesianGATConv, neighbor_batch
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
@@ -132,7 +132,7 @@ def test_what_a_rival_added_is_saved_and_loaded(variant, tmp_path):
         loaded = fresh.state_dict()
         assert len(added) > 2
         assert all(torch.equal(value, loaded[name]) for name, value in added.items())
-        assert report(fresh).added_parameters == report(model).added_parameters
+        assert conversion_report(fresh).added_parameters == conversion_report(model).added_parameters
     with pytest.raises(RuntimeError, match="the checkpoint's attention is AttentionChoice"):
         bayesianize(build("bert", "sdpa"), AttentionChoice("hard-gumbel")).load_state_dict(model.state_dict(), strict=False)
 

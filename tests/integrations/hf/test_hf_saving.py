@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from zoo import ARCHITECTURES, build, run
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report, save_bayesian
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, save_bayesian
 from bayesattn.convert.saving import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG = ba.AttentionConfig("BAM-WC", weibull_k=3.0, prior_hidden_dim=4)
@@ -38,10 +38,10 @@ def test_only_what_was_added_is_saved_and_it_loads_onto_a_plain_model(name, tmp_
     model, inputs = bayesianize(build(name), CONFIG), ARCHITECTURES[name].inputs(False)
     save_bayesian(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS_FILE, CONFIG_FILE]
-    assert sum(t.numel() for t in load_file(tmp_path / WEIGHTS_FILE).values()) == report(model).added_parameters
+    assert sum(t.numel() for t in load_file(tmp_path / WEIGHTS_FILE).values()) == conversion_report(model).added_parameters
     torch.manual_seed(99)
     other = load_bayesian(build(name), tmp_path)
-    assert report(other) == report(model)
+    assert conversion_report(other) == conversion_report(model)
     assert torch.equal(kl(other, inputs), kl(model, inputs))
 
 
@@ -52,10 +52,10 @@ def test_save_pretrained_of_the_host_carries_everything(name, variant, tmp_path)
     model.save_pretrained(tmp_path)
     assert "bayesattn" not in (tmp_path / "config.json").read_text()
     plain = type(model).from_pretrained(tmp_path).eval()
-    assert not report(plain).converted
+    assert not conversion_report(plain).converted
     assert torch.equal(run(plain, inputs), run(model, inputs))
     loaded = load_bayesian(plain, tmp_path)
-    assert report(loaded) == report(model)
+    assert conversion_report(loaded) == conversion_report(model)
     assert all(torch.equal(value, priors(model)[key]) for key, value in priors(loaded).items())
     assert {m.bayes.config for m in loaded.modules() if hasattr(m, "bayes")} == {ba.AttentionConfig(variant, weibull_k=3.0)}
 
@@ -111,7 +111,7 @@ def test_a_spoilt_folder_is_an_error_and_the_model_stays_plain(spoil, message, t
     model = build("bert")
     with pytest.raises(ValueError, match=message):
         load_bayesian(model, tmp_path)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
 
 
 @pytest.mark.parametrize("change", ["missing", "shape", "module"])
@@ -130,7 +130,7 @@ def test_a_file_that_does_not_fit_is_an_error_and_the_model_stays_plain(change, 
     model = build("bert")
     with pytest.raises(ValueError, match=r"differ in|has shape|does not have"):
         load_bayesian(model, tmp_path)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
 
 
 def test_saving_a_plain_model_is_an_error(tmp_path):
@@ -156,9 +156,9 @@ def test_nothing_half_written_when_saving_fails(tmp_path, monkeypatch):
 def test_the_priors_alone_say_what_is_missing_and_what_to_write(tmp_path, caplog):
     model = bayesianize(build("bert"), CONFIG)
     save_bayesian(model, tmp_path / "priors")
-    added = report(model).added_parameters
+    added = conversion_report(model).added_parameters
     assert f"wrote {added:,} parameters of the priors" in caplog.text
-    assert f"not the other {report(model).model_parameters - added:,}" in caplog.text
+    assert f"not the other {conversion_report(model).model_parameters - added:,}" in caplog.text
     assert "save_bayesian(model, folder, whole=True)" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_whole_model_goes_round_exactly(name, tmp_path):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     save_bayesian(model, tmp_path, whole=True)
     other = load_bayesian(build(name), tmp_path)
-    assert report(other) == report(model)
+    assert conversion_report(other) == conversion_report(model)
     state = other.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert torch.equal(run(other, inputs), run(model, inputs))
@@ -196,7 +196,7 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     save_bayesian(model, tmp_path, whole=True)
     numbers = sum(tensor.numel() for tensor in load_file(tmp_path / WEIGHTS_FILE).values())
     buffers = sum(b.numel() for n, b in model.named_buffers() if n in model.state_dict() and not n.endswith("settings"))
-    assert numbers == report(model).model_parameters + buffers
+    assert numbers == conversion_report(model).model_parameters + buffers
     other = load_bayesian(masked(True), tmp_path)
     words = other.bert.embeddings.word_embeddings.weight
     assert other.cls.predictions.decoder.weight is words
@@ -209,7 +209,7 @@ def test_untied_weights_do_not_fit_a_tied_model(tmp_path):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ValueError, match="are one tensor in the model and two different ones in the file"):
         load_bayesian(model, tmp_path)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -231,7 +231,7 @@ def test_a_whole_model_of_other_sizes_is_refused_and_the_model_stays_plain(tmp_p
     model = masked(True)
     with pytest.raises(ValueError, match=r"output\.dense\.weight has shape \(8, 7\) in the file and \(8, 5\) in the model"):
         load_bayesian(model, tmp_path)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
 
 
 def test_a_whole_peft_model_is_refused_with_the_way_out(tmp_path):

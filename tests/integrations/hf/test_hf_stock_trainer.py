@@ -7,7 +7,7 @@ from test_hf_trainer import QUIET, arguments, by_hand, dataset, model, steps_tak
 from zoo import build
 
 import bayesattn as ba
-from bayesattn.convert import load_bayesian, report, restore
+from bayesattn.convert import conversion_report, load_bayesian, restore
 from bayesattn.integrations.hf import BayesianTrainer, KLCallback
 
 SCHEDULE = ba.KLSchedule("constant", final=0.3)
@@ -144,7 +144,7 @@ def test_resuming_continues_schedule_and_noise(tmp_path):
     for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
     # the files in the checkpoint make a plain model Bayesian
-    assert len(report(load_bayesian(build("bert"), tmp_path / "whole" / "checkpoint-2")).converted) == 2
+    assert len(conversion_report(load_bayesian(build("bert"), tmp_path / "whole" / "checkpoint-2")).converted) == 2
 
 
 def test_the_hooks_are_gone_after_training(tmp_path):

@@ -8,7 +8,7 @@ import transformers as hf
 from zoo import build
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian
 from bayesattn.integrations.hf import BayesianCallback, BayesianTrainer
 
 # noise of 1e-7: the gradient of a draw is that of the mean, so runs can be compared exactly
@@ -81,7 +81,7 @@ def test_kl_has_the_same_weight_however_the_batch_is_cut(name, smoothing, batch,
         model(name),
         arguments(tmp_path, **options, label_smoothing_factor=smoothing),
         train_dataset=dataset(name),
-        kl_schedule=ba.KLSchedule("constant", final=0.3),
+        schedule=ba.KLSchedule("constant", final=0.3),
         max_share=None,
     )
     actual, expected = steps_taken(trainer), by_hand(name, 0.3, smoothing)
@@ -102,7 +102,7 @@ def test_a_loss_function_of_one_s_own_keeps_the_kl(tmp_path):
         arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4),
         train_dataset=dataset("bert"),
         compute_loss_func=loss,
-        kl_schedule=ba.KLSchedule("constant", final=0.3),
+        schedule=ba.KLSchedule("constant", final=0.3),
         max_share=None,
     )
     actual, expected = steps_taken(trainer), by_hand("bert", 0.3, 0.0)
@@ -116,7 +116,7 @@ def test_nll_and_kl_are_logged_apart_and_the_weight_follows_the_steps(tmp_path):
         model("bert"),
         arguments(tmp_path, max_steps=3, learning_rate=1e-3),
         train_dataset=dataset("bert"),
-        kl_schedule=schedule,
+        schedule=schedule,
         max_share=None,
     )
     trainer.train()
@@ -146,7 +146,7 @@ def test_resuming_continues_schedule_and_noise(tmp_path):
             arguments(folder, **options, max_steps=steps),
             train_dataset=dataset("bert"),
             callbacks=[BayesianCallback()],
-            kl_schedule=ba.KLSchedule("linear", period=4.0),
+            schedule=ba.KLSchedule("linear", period=4.0),
             max_share=None,
         )
 
@@ -159,7 +159,7 @@ def test_resuming_continues_schedule_and_noise(tmp_path):
     for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
     # the callback's files in the checkpoint make a plain model Bayesian
-    assert len(report(load_bayesian(build("bert"), tmp_path / "whole" / "checkpoint-2")).converted) == 2
+    assert len(conversion_report(load_bayesian(build("bert"), tmp_path / "whole" / "checkpoint-2")).converted) == 2
 
 
 def test_without_a_kl_the_loss_is_the_nll(tmp_path):

@@ -30,7 +30,7 @@ def _process(rank: int, port: int, folder: str, name: str, average: bool, stock:
             model(name), args, train_dataset=dataset(name), callbacks=[KLCallback(schedule, max_share=None)]
         )
     else:
-        trainer = BayesianTrainer(model(name), args, train_dataset=dataset(name), kl_schedule=schedule, max_share=None)
+        trainer = BayesianTrainer(model(name), args, train_dataset=dataset(name), schedule=schedule, max_share=None)
     steps = steps_taken(trainer)
     if rank == 0:
         logs = [row for row in trainer.state.log_history if "kl" in row]

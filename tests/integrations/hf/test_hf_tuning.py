@@ -10,7 +10,7 @@ from zoo import ARCHITECTURES, build, run
 
 import bayesattn as ba
 from bayesattn import metrics
-from bayesattn.convert import NoiseTuning, bayesianize, load_bayesian, report, restore, save_bayesian, tune_noise
+from bayesattn.convert import NoiseTuning, bayesianize, conversion_report, load_bayesian, restore, save_bayesian, tune_noise
 from data import shared_data
 
 IDS = torch.ones(2, 3, dtype=torch.long)
@@ -55,7 +55,7 @@ def test_the_chosen_value_has_the_best_validation_likelihood(variant):
     result = tune_noise(model, data, num_samples=4, seed=1)
     chosen = result.nll_by_value[next(iter(result.values.values()))]
     assert chosen == min(result.nll_by_value.values()) == pytest.approx(result.after.nll)
-    assert set(result.values) == {f"{name}.bayes" for name in report(model).converted}
+    assert set(result.values) == {f"{name}.bayes" for name in conversion_report(model).converted}
     for module in model.modules():
         if hasattr(module, "bayes"):
             assert getattr(module.bayes.config, result.parameter) == next(iter(result.values.values()))
@@ -203,12 +203,12 @@ def test_the_report_shows_the_choice():
     model = build("bert")
     data = batches(model, 0.3, count=1)
     bayesianize(model, ba.AttentionConfig("BAM-WC"), layers=[0])
-    assert "BAM-WC, weibull_k = 5\n" in str(report(model))
+    assert "BAM-WC, weibull_k = 5\n" in str(conversion_report(model))
     tune_noise(model, data, candidates=[3.5], num_samples=2)
-    assert [row.noise for row in report(model).rows] == ["weibull_k = 3.5", None]
-    assert "BAM-WC, weibull_k = 3.5\n" in str(report(model))
-    assert "sigma_q = 0.3" in str(report(bayesianize(build("bert"), ba.AttentionConfig("BAM-LF"))))
-    assert "soft\n" in str(report(bayesianize(build("bert"), ba.AttentionConfig("soft"))))
+    assert [row.noise for row in conversion_report(model).rows] == ["weibull_k = 3.5", None]
+    assert "BAM-WC, weibull_k = 3.5\n" in str(conversion_report(model))
+    assert "sigma_q = 0.3" in str(conversion_report(bayesianize(build("bert"), ba.AttentionConfig("BAM-LF"))))
+    assert "soft\n" in str(conversion_report(bayesianize(build("bert"), ba.AttentionConfig("soft"))))
 
 
 def test_the_choice_is_saved(tmp_path):
@@ -281,8 +281,8 @@ def test_a_real_encoder_converts_samples_tunes_saves_and_comes_back(encoder_fold
         before = run(encoder, inputs)
     bayesianize(encoder, ba.AttentionConfig("BAM-WC"))
     # 12 layers, keys of 32 features: 12 × (32·10 + 10 + 10 + 1), 0.012 % of 33.4 million
-    assert report(encoder).added_parameters == 12 * 341
-    assert report(encoder).added_parameters < 1e-3 * report(encoder).model_parameters
+    assert conversion_report(encoder).added_parameters == 12 * 341
+    assert conversion_report(encoder).added_parameters < 1e-3 * conversion_report(encoder).model_parameters
     with torch.no_grad():
         assert torch.equal(run(encoder, inputs), before)
         with ba.sampling(encoder), ba.record_kl() as kl:

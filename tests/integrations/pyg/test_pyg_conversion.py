@@ -8,7 +8,7 @@ from torch import nn
 from torch_geometric.nn import GAT, AGNNConv, GATConv, GATv2Conv, SuperGATConv, TransformerConv
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian
 from helpers import kl_oracle
 
 VARIANTS = ("BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC")
@@ -137,7 +137,7 @@ def test_kl_is_that_of_dense_attention_over_the_adjacency(kind, setting, variant
 def test_a_model_of_pyg_trains_saves_and_loads(tmp_path):
     model = bayesianize(GAT(IN, 8, num_layers=2, out_channels=3, heads=2, v2=True), ba.AttentionConfig("BAM-WC"))
     x, index = torch.randn(NODES, IN), edges()
-    assert len(report(model).converted) == 2
+    assert len(conversion_report(model).converted) == 2
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report, restore
+from bayesattn.convert import bayesianize, conversion_report, restore
 
 VARIANTS = ("BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC")
 EMBED, HEADS, LENGTH, BATCH = 10, 2, 7, 3
@@ -80,11 +80,11 @@ def test_decoder_converts_self_and_cross_attention():
     causal = nn.Transformer.generate_square_subsequent_mask(5)
     before = model(x, memory, tgt_mask=causal)
     bayesianize(model, ba.AttentionConfig("BAM-WC"))
-    assert len(report(model).converted) == 4
+    assert len(conversion_report(model).converted) == 4
     assert torch.equal(model(x, memory, tgt_mask=causal), before)
     with ba.sampling(model), ba.record_kl(model) as kl:
         model(x, memory, tgt_mask=causal)
-    assert sorted(kl.per_layer()) == sorted(report(model).converted)
+    assert sorted(kl.per_layer()) == sorted(conversion_report(model).converted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -134,8 +134,8 @@ def test_a_subclass_is_refused_by_name_and_nothing_changes():
         bayesianize(model, ba.AttentionConfig("BAM-WC"))
     assert fingerprint(model) == trace
     bayesianize(model, ba.AttentionConfig("BAM-WC"), exclude=["mine"])
-    assert report(model).converted == ("plain",)
-    assert "subclass" in report(model).left_alone["mine"]
+    assert conversion_report(model).converted == ("plain",)
+    assert "subclass" in conversion_report(model).left_alone["mine"]
 
 
 def test_a_module_built_bayesian_is_neither_converted_nor_restored():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report, save_bayesian
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, save_bayesian
 from bayesattn.convert.saving import CONFIG_FILE
 
 
@@ -56,8 +56,8 @@ def test_a_whole_model_goes_round_exactly(tmp_path):
     model = trained()
     save_bayesian(model, tmp_path, whole=True)
     other, ids = load_bayesian(Model().eval(), tmp_path), torch.randint(11, (2, 3))
-    assert report(other) == report(model)
-    assert len(report(model).converted) == 2
+    assert conversion_report(other) == conversion_report(model)
+    assert len(conversion_report(model).converted) == 2
     state = other.state_dict()
     assert list(state) == list(model.state_dict())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -86,7 +86,7 @@ def test_a_model_on_the_meta_device_is_not_filled_in_silence(tmp_path):
         model = Model()
     with pytest.raises(ValueError, match="that are not on the meta device"):
         load_bayesian(model, tmp_path)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
 
 
 def test_a_description_that_names_a_lost_tensor_is_refused(tmp_path):

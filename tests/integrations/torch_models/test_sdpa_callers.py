@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report, restore
+from bayesattn.convert import bayesianize, conversion_report, restore
 
 
 class Block(nn.Module):
@@ -98,7 +98,7 @@ def test_a_copy_samples_on_its_own():
     with ba.sampling(twin):
         assert not torch.equal(twin(x), model(x))
     restore(twin)
-    assert report(model).converted == ("",)
+    assert conversion_report(model).converted == ("",)
 
 
 def test_mc_dropout_uses_the_module_s_rate():

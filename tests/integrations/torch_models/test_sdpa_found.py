@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, load_bayesian, report, restore, save_bayesian
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian
 
 CONFIG = ba.AttentionConfig("BAM-WC", weibull_k=1.0, prior_hidden_dim=3)
 X = torch.randn(2, 3, 5, 7)
@@ -106,7 +106,7 @@ class Tower(nn.Module):
 
 
 def check(model: nn.Module, before: torch.Tensor) -> None:
-    assert report(model).converted == ("part",)
+    assert conversion_report(model).converted == ("part",)
     assert torch.equal(model(X), before)
     with ba.sampling(model), ba.record_kl() as kl:
         assert not torch.equal(model(X), before)
@@ -149,7 +149,7 @@ def test_one_run_of_the_model_shows_the_call_and_leaves_no_trace(kind):
 
 @pytest.mark.parametrize("inputs", [[X], {"x": X}])
 def test_example_inputs_are_given_as_for_predict(inputs):
-    assert report(bayesianize(Tower(ThroughATable()), CONFIG, example_inputs=inputs)).converted == ("part",)
+    assert conversion_report(bayesianize(Tower(ThroughATable()), CONFIG, example_inputs=inputs)).converted == ("part",)
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
@@ -174,13 +174,13 @@ def test_a_run_that_fails_changes_nothing():
         bayesianize(model, CONFIG, example_inputs=torch.randn(2, 3, 5, 11))
     assert model.part.training
     assert not model.part._forward_hooks
-    assert not report(model).converted
+    assert not conversion_report(model).converted
 
 
 def test_torch_s_own_layers_keep_their_adapter():
     layer = nn.TransformerEncoderLayer(8, 2, 5, batch_first=True).eval()
     bayesianize(layer, CONFIG, example_inputs=torch.randn(2, 3, 8))
-    assert report(layer).converted == ("self_attn",)
+    assert conversion_report(layer).converted == ("self_attn",)
     assert isinstance(layer.self_attn, ba.nn.MultiheadAttention)
 
 
@@ -189,7 +189,7 @@ def test_what_a_run_has_shown_is_saved_with_the_model(whole, tmp_path):
     model = bayesianize(Tower(ThroughATable()).eval(), CONFIG, example_inputs=X)
     save_bayesian(model, tmp_path, whole=whole)
     other = load_bayesian(Tower(ThroughATable()).eval(), tmp_path)
-    assert report(other) == report(model)
+    assert conversion_report(other) == conversion_report(model)
     assert torch.equal(other.part.bayes.bayes_prior.weight_in, model.part.bayes.bayes_prior.weight_in)
 
 
@@ -203,7 +203,7 @@ def test_a_call_counts_once_where_modules_are_nested():
             return sdpa(x, self.inner(x), x)
 
     model = bayesianize(Outer().eval(), CONFIG)
-    assert report(model).converted == ("", "inner")
+    assert conversion_report(model).converted == ("", "inner")
     with ba.record_kl() as mean:
         model(X)
     with ba.sampling(model), ba.record_kl() as drawn:

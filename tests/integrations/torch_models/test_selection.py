@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import bayesattn as ba
-from bayesattn.convert import bayesianize, report, restore
+from bayesattn.convert import bayesianize, conversion_report, restore
 from helpers import no_type_checks
 
 CONFIG = ba.AttentionConfig("BAM-WC")
@@ -29,8 +29,8 @@ def stack(depth: int = 3) -> nn.TransformerEncoder:
 )
 def test_layers_and_exclude_select(layers, exclude, expected):
     model = bayesianize(stack(), CONFIG, layers=layers, exclude=exclude)
-    assert report(model).converted == tuple(f"layers.{i}.self_attn" for i in expected)
-    assert set(report(model).left_alone.values()) <= {"not selected"}
+    assert conversion_report(model).converted == tuple(f"layers.{i}.self_attn" for i in expected)
+    assert set(conversion_report(model).left_alone.values()) <= {"not selected"}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_selection_that_selects_nothing_is_an_error(arguments, message, monkey
     model = stack()
     with pytest.raises(ValueError, match=message):
         bayesianize(model, CONFIG, **arguments)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
 
 
 def test_a_model_without_attention_is_an_error():
@@ -64,9 +64,9 @@ def test_attention_nobody_knows_is_named_not_skipped():
     model = nn.Sequential(stack(1), HomeMadeAttention())
     with pytest.raises(ValueError, match=r"(?s)1 of the 2 .*HomeMadeAttention \('1'\).*exclude"):
         bayesianize(model, CONFIG)
-    assert not report(model).converted
+    assert not conversion_report(model).converted
     bayesianize(model, CONFIG, exclude=["1"])
-    assert report(model).converted == ("0.layers.0.self_attn",)
+    assert conversion_report(model).converted == ("0.layers.0.self_attn",)
 
 
 def test_converting_twice_and_restoring_what_is_plain_are_errors():
@@ -105,8 +105,8 @@ def test_an_error_half_way_undoes_the_first_half(monkeypatch):
 def test_report_counts_what_was_added():
     model = bayesianize(stack(2), ba.AttentionConfig("BAM-WC", prior_hidden_dim=5))
     # one prior: 4 × 5 + 5 + 5 + 1, heads of 8 / 2 features
-    assert report(model).added_parameters == 2 * 31
-    assert report(model).model_parameters == sum(p.numel() for p in model.parameters())
-    assert "2 of 2 attention modules are Bayesian, 62 parameters added" in str(report(model))
-    assert str(report(model)).endswith("an optimizer built before the conversion does not have them")
-    assert report(restore(model)).added_parameters == 0
+    assert conversion_report(model).added_parameters == 2 * 31
+    assert conversion_report(model).model_parameters == sum(p.numel() for p in model.parameters())
+    assert "2 of 2 attention modules are Bayesian, 62 parameters added" in str(conversion_report(model))
+    assert str(conversion_report(model)).endswith("an optimizer built before the conversion does not have them")
+    assert conversion_report(restore(model)).added_parameters == 0

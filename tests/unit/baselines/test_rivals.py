@@ -193,7 +193,7 @@ def test_sampled_kl_estimates_the_closed_form(variant, preset):
     scores = torch.randn(1, h, m, n, dtype=torch.float64).expand(b, h, m, n)
     mask = make_mask("keys", 1, h, m, n)
     prior = random_log_prior(1, h, n, mask) if variant in CONTEXTUAL else None
-    _, expected = functional.attention_weights(scores[:1], config=config, prior=prior, mask=mask)
+    _, expected = functional.attention_weights(scores[:1], config=config, log_prior=prior, mask=mask)
     standard = (torch.distributions.Exponential(1.0) if config.family == "weibull" else Normal(0.0, 1.0)).sample(
         (b, h, m, n)
     )

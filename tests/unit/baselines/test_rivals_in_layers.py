@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bayesattn import AttentionConfig, record_kl, sampling
+from bayesattn.functional import Edges
 from bayesattn.nn import MultiheadAttention, TransformerEncoderLayer
 from bayesattn.noise.keyed import keyed_noise
 from bayesattn.ops.segment import csr, plain
-from bayesattn.ops.segment.edges import Edges
 from bayesattn_recipes.baselines import AttentionChoice, RivalAttention, build_weights, with_score_function
 from bayesattn_recipes.baselines.rows import DenseRows, EdgeRows
 from helpers import REDUCTIONS, assert_finite, assert_within_standard_errors

@@ -45,13 +45,13 @@ class KLCallback(BayesianCallback):
     DataParallel and DeepSpeed are refused; the first two work with `BayesianTrainer`.
 
     Args:
-        kl_schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1.
+        schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1.
         max_share: The weighted KL is at most this share of the NLL (`elbo`); None for no cap.
     """
 
-    def __init__(self, kl_schedule: KLSchedule | None = None, *, max_share: float | None = MAX_SHARE) -> None:
+    def __init__(self, schedule: KLSchedule | None = None, *, max_share: float | None = MAX_SHARE) -> None:
         check_max_share(max_share)
-        self.kl_schedule = KLSchedule() if kl_schedule is None else kl_schedule
+        self.schedule = KLSchedule() if schedule is None else schedule
         self.max_share = max_share
         self._log = ElboLog()
         self._hooks: list[RemovableHandle] = []
@@ -76,7 +76,7 @@ class KLCallback(BayesianCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the KL weight of the optimiser step that begins."""
-        self._kl_weight = self.kl_schedule(state.global_step)
+        self._kl_weight = self.schedule(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Add the means of NLL, KL and KL weight since the last log to a training log."""

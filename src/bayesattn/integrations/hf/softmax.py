@@ -20,7 +20,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate, key_dim, num_key_heads
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
-from bayesattn.convert.sdpa import _SampledAttention
+from bayesattn.convert.sdpa import SampledAttention
 from bayesattn.integrations.hf.adapter import batch_of, release_batch
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.common.precision import without_autocast
@@ -108,7 +108,7 @@ class _Intercepting(nn.Module):
         return output
 
 
-class _SampledSoftmax(_SampledAttention):
+class _SampledSoftmax(SampledAttention):
     """Replaces the one softmax, or the one call of torch's attention, of a forward pass."""
 
     def __init__(self, module: nn.Module, child: HostedAttention, attention_mask: Tensor | None) -> None:
@@ -153,16 +153,16 @@ class _SampledSoftmax(_SampledAttention):
             if child.needs_kl:
                 assert self.key is not None  # for the type checker
                 key = self.key.reshape(given.shape[0], -1, *self.key.shape[-2:]) * self.key_factor
-                kl = child._kl(scores, key, mask)
+                kl = child.kl(scores, key, mask)
             if child.is_measured:
                 args = (sensitivity.through_scores(given, child), *args[1:])
             # hosts take views of what softmax returns
-            weights = child._draw(scores, mask, 0).to(dtype).contiguous() if child.is_sampling else softmax(*args, **kwargs)
+            weights = child.draw(scores, mask, 0).to(dtype).contiguous() if child.is_sampling else softmax(*args, **kwargs)
             if child.wakes_dropout:
                 if self.dropout_p is None:
                     raise ValueError("sampling(dropout=True): no attribute of the module tells its attention dropout")
                 weights = F.dropout(weights, self.dropout_p)
-        return child._record_folded(weights, kl)
+        return child.record(weights, kl)
 
     def _mask(self, scores: Tensor) -> Tensor:
         """Return where a query may attend: from the additive mask the host was given, and from what it did to the scores."""

@@ -1,6 +1,6 @@
 """The transformers Trainer with the negative ELBO as its loss (`objective.py` has the formula).
 
-    trainer = BayesianTrainer(model, args, train_dataset=..., kl_schedule=KLSchedule("sigmoid", anneal_rate=0.2))
+    trainer = BayesianTrainer(model, args, train_dataset=..., schedule=KLSchedule("sigmoid", anneal_rate=0.2))
 
 Compared with the stock Trainer and `KLCallback`, a subclass also sees losses that the model does not compute itself: label
 smoothing and `compute_loss_func`.
@@ -30,18 +30,18 @@ class BayesianTrainerMixin(_TrainerBase):
     checkpoint, as does the noise, which comes from torch's generators.
 
     Args:
-        kl_schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1.
+        schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1.
         max_share: The weighted KL is at most this share of the NLL (`elbo`); None for no cap.
         *args, **kwargs: The Trainer's own.
     """
 
     def __init__(
-        self, *args: Any, kl_schedule: KLSchedule | None = None, max_share: float | None = MAX_SHARE, **kwargs: Any
+        self, *args: Any, schedule: KLSchedule | None = None, max_share: float | None = MAX_SHARE, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         if any(isinstance(callback, KLCallback) for callback in self.callback_handler.callbacks):
             raise ValueError("callbacks has a KLCallback; allowed beside this Trainer, which adds the KL itself: none")
-        self.kl_schedule = KLSchedule() if kl_schedule is None else kl_schedule
+        self.schedule = KLSchedule() if schedule is None else schedule
         check_max_share(max_share)
         self.max_share = max_share
         self._elbo_log = ElboLog()
@@ -79,7 +79,7 @@ class BayesianTrainerMixin(_TrainerBase):
         parts = negative_elbo(
             nll / self._process_factor(items),
             scope.total(),
-            kl_weight=self.kl_schedule(self.state.global_step),
+            kl_weight=self.schedule(self.state.global_step),
             max_share=self.max_share,
             examples=examples,
             labels=labels,

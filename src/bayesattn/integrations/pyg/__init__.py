@@ -3,8 +3,9 @@
 from bayesattn.optional import needs_extra
 
 with needs_extra("bayesattn.integrations.pyg", "graph"):
+    from bayesattn.functional import Edges
     from bayesattn.integrations.pyg.batches import neighbor_batch
     from bayesattn.integrations.pyg.layers import BayesianGATConv, BayesianGATv2Conv
     from bayesattn.integrations.pyg.transformer import BayesianTransformerConv
 
-__all__ = ["BayesianGATConv", "BayesianGATv2Conv", "BayesianTransformerConv", "neighbor_batch"]
+__all__ = ["BayesianGATConv", "BayesianGATv2Conv", "BayesianTransformerConv", "Edges", "neighbor_batch"]

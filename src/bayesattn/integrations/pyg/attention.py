@@ -21,13 +21,12 @@ from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops, 
 
 from bayesattn import checks
 from bayesattn.config import AttentionConfig
-from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, PriorScope, edge_attention
+from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, Edges, PriorScope, edge_attention
 from bayesattn.integrations.pyg.batches import SeedRows
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.common.precision import upcast, without_autocast
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference
-from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 
 
@@ -109,7 +108,7 @@ class EdgeAttentionModule(BayesianModule):
         checks.choice("backend", backend, EDGE_BACKENDS)
         checks.probability("value_dropout", value_dropout)
         self.prior_scope, self.backend, self.value_dropout = prior_scope, backend, value_dropout
-        self._init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads)
+        self.init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads)
         self._check_backend()
 
     def _check_backend(self) -> None:
@@ -173,18 +172,18 @@ class EdgeAttentionModule(BayesianModule):
         if self.bayes_rival is not None:
             self._check_backend()
             result = self.bayes_rival.on_edges(
-                scores, self._drop_value(value), edges, call.ops, dropout_p=self._dropout(dropout)
+                scores, self._drop_value(value), edges, call.ops, dropout_p=self.dropout_now(dropout)
             )
-            return result._replace(output=self._record(result.output, result.kl))
+            return result._replace(output=self.record(result.output, result.kl))
         is_whole = self.seed_rows is None
         result = edge_attention(
             scores,
             self._drop_value(value),
             edges,
             config=self.config,
-            prior=self._prior_of(call, keys) if needs_kl and is_whole else None,
+            log_prior=self._prior_of(call, keys) if needs_kl and is_whole else None,
             prior_scope=self.prior_scope,
-            dropout_p=self._dropout(dropout),
+            dropout_p=self.dropout_now(dropout),
             sample=self.is_sampling,
             need_kl=needs_kl and is_whole,
             need_weights=self._wants_weights,
@@ -194,7 +193,7 @@ class EdgeAttentionModule(BayesianModule):
         if needs_kl and not is_whole:
             assert isinstance(scores, Tensor)
             kl = self._kl(upcast(scores), keys, call)
-        return result._replace(output=self._record(result.output, kl))
+        return result._replace(output=self.record(result.output, kl))
 
     def _draw(self, scores: Float[Tensor, "e h"]) -> Float[Tensor, "e h"]:
         """Return weights alone, where PyG passes the messages, and keep the scores for `_record_messages`."""
@@ -222,7 +221,7 @@ class EdgeAttentionModule(BayesianModule):
         if not self.needs_kl:
             return output
         assert call.scores is not None
-        return self._record(output, self._kl(call.scores, keys, call))
+        return self.record(output, self._kl(call.scores, keys, call))
 
     def _kl(self, scores: Float[Tensor, "e h"], keys: Float[Tensor, "n h d"], call: Call) -> Float[Tensor, " 1"]:
         """Return the KL of the graph, or the estimate of it from the rows of a batch's seeds."""
@@ -237,11 +236,11 @@ class EdgeAttentionModule(BayesianModule):
             return by_head.sum().view(1) / (self.seed_rows.entries(self.config) * heads)
 
     def _drop_weights(self, weights: Tensor, p: float) -> Tensor:
-        p = self._dropout(p)
+        p = self.dropout_now(p)
         return F.dropout(weights, p) if self.bayes_rival is None else self.bayes_rival.drop(weights, p)
 
     def _drop_value(self, value: Tensor) -> Tensor:
-        return F.dropout(value, self._dropout(self.value_dropout)) if self.value_dropout else value
+        return F.dropout(value, self.dropout_now(self.value_dropout)) if self.value_dropout else value
 
     def _prior_of(self, call: Call, keys: Float[Tensor, "n h d"]) -> Float[Tensor, "n h"] | NodePrior | None:
         """Return ln Ψ of every node, or what the kernels compute it from where they may."""

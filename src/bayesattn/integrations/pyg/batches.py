@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.segment.edges import Edges
+from bayesattn.functional import Edges
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def report(model: nn.Module) -> ConversionReport:
+def conversion_report(model: nn.Module) -> ConversionReport:
     """Say which attention modules of `model` are Bayesian by conversion, which are not and why, and what was added."""
     rows = {}
     for name, _, part in converted_modules(model):
