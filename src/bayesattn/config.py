@@ -102,7 +102,7 @@ class AttentionConfig:
             averaged over heads and queries; `mean` over all valid entries.
     """
 
-    # a subclass that knows more variants lists them here (`baselines.AttentionChoice`)
+    # a subclass that knows more variants lists them here
     allowed_variants: ClassVar[tuple[str, ...]] = get_args(Variant)
 
     variant: Variant = DEFAULT_VARIANT
@@ -210,20 +210,6 @@ class AttentionConfig:
     def needs_key_dim(self) -> bool:
         """Whether a module needs to know the features of a key: its prior reads them."""
         return self.prior_kind == "contextual"
-
-    @property
-    def is_rival(self) -> bool:
-        """Whether something else than this method takes the place of the softmax (`baselines.AttentionChoice`)."""
-        return False
-
-    def check_layers(self, *, on_edges: bool = False) -> None:
-        """Raise where attention of many heads and layers, or on the edges of a graph, cannot be what the config says."""
-
-    def build_rival(
-        self, *, head_dim: int | None, num_heads: int, device: Any | None = None, dtype: Any | None = None
-    ) -> Any:
-        """Return the module that takes the place of softmax and average in an attention module, where `is_rival`."""
-        raise ValueError(f"variant is {self.variant!r}, which is no rival; allowed: a baselines.AttentionChoice of one")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for JSON or YAML."""

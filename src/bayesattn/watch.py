@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 # what a conversion adds to an attention module, by its name there
-PRIOR_NAME, RIVAL_NAME = "bayes_prior", "bayes_rival"
+PRIOR_NAME, WEIGHTS_NAME = "bayes_prior", "bayes_weights"
 
 # how many times the NLL the weighted KL must be, on average over how many micro-batches
 DWARFS, BATCHES = 10.0, 100
@@ -51,8 +51,8 @@ class KLWatch:
 
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of all priors (and rivals) that are to be trained, by name."""
-    added = {PRIOR_NAME, RIVAL_NAME}
+    """Return the parameters of all priors and custom weights that are to be trained, by name."""
+    added = {PRIOR_NAME, WEIGHTS_NAME}
     return {name: p for name, p in model.named_parameters() if p.requires_grad and not added.isdisjoint(name.split("."))}
 
 

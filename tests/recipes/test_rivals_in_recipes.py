@@ -92,7 +92,7 @@ def test_every_rival_trains_through_the_loop_and_reaches_every_parameter(recipe,
 @pytest.mark.parametrize("recipe", SMALL)
 def test_soft_attention_of_a_recipe_is_what_it_was(recipe):
     one = experiment(recipe, load(recipe, "soft"))
-    assert not any(getattr(module, "bayes_rival", None) is not None for module in one.model.modules())
+    assert not any(getattr(module, "bayes_weights", None) is not None for module in one.model.modules())
 
 
 def test_results_from_before_a_recipe_knew_rivals_are_still_its_own(tmp_path):

@@ -36,10 +36,9 @@ def test_defaults_are_those_that_the_docs_name():
     }
 
 
-def test_a_prior_of_one_hidden_unit_is_allowed_and_no_config_of_ours_is_a_rival():
+def test_a_prior_of_one_hidden_unit_is_allowed():
     config = ba.AttentionConfig("BAM-WC", prior_hidden_dim=1)
     assert ContextualPrior(3, 2, config)(torch.zeros(1, 2, 5, 3)).shape == (1, 2, 1, 5)
-    assert not config.is_rival
 
 
 def test_the_second_layer_of_the_prior_begins_with_the_variance_of_a_mean():

@@ -3,7 +3,7 @@
 docs/baselines.md is the page about them.
 """
 
-from bayesattn_recipes.baselines.attention import RivalAttention
+from bayesattn_recipes.baselines.attention import RivalAttention, attention_options
 from bayesattn_recipes.baselines.config import RIVALS, AttentionChoice
 from bayesattn_recipes.baselines.dropout import DropoutWeights
 from bayesattn_recipes.baselines.gaussian import GaussianContext, GaussianWeights
@@ -26,6 +26,7 @@ __all__ = [
     "RivalAttention",
     "SampledKLWeights",
     "StepAttention",
+    "attention_options",
     "build_step_attention",
     "build_weights",
     "with_score_function",

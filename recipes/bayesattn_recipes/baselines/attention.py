@@ -1,17 +1,21 @@
 """The rivals in attention of many heads and layers: what takes the place of softmax and average in a module.
 
-`nn.MultiheadAttention`, converted models of torch and transformers and the layers of `bayesattn.integrations.pyg` compute
-scores, and have a child of this class where their config names a rival. While it is idle (eval mode, nothing drawn) they run
-deterministic attention, fused kernels included; else the scores come here. There is no fused kernel for any rival.
+`nn.MultiheadAttention`, converted models of torch and transformers and the layers of `bayesattn.integrations.pyg` take it as
+`weights=` (`bayesattn/nn/custom_weights.py`). There is no fused kernel for any rival.
+
+    bayesianize(model, **attention_options(AttentionChoice("hard-gumbel")))
 """
 
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from bayesattn.config import AttentionConfig
 from bayesattn.functional import Edges
 from bayesattn.kl import is_observing_entropy, note_entropy
 from bayesattn.nn import BayesianModule
@@ -24,6 +28,22 @@ from bayesattn_recipes.baselines.module import RivalWeights
 from bayesattn_recipes.baselines.rows import DenseRows, EdgeRows, Rows
 from bayesattn_recipes.baselines.sampled_kl import SampledKLWeights
 from bayesattn_recipes.baselines.step import build_weights
+
+
+def attention_options(config: AttentionConfig, *, on_edges: bool = False) -> dict[str, Any]:
+    """Return the arguments by which attention modules and `bayesianize` get what a config names: `config` or `weights`.
+
+    Args:
+        config: Soft, Bayesian or a rival.
+        on_edges: Whether it is for the edges of a graph.
+
+    Raises:
+        ValueError: Attention of many heads and layers, or on edges, cannot be what the config says.
+    """
+    if not isinstance(config, AttentionChoice):
+        return {"config": config}
+    config.check_layers(on_edges=on_edges)
+    return {"weights": partial(RivalAttention, config)} if config.is_rival else {"config": config}
 
 
 class RivalAttention(nn.Module):
@@ -50,14 +70,22 @@ class RivalAttention(nn.Module):
         super().__init__()
         config.check_layers()
         self.config = config
+        self.name, self.has_kl, self.kl_reduction = config.variant, config.has_kl, config.kl_reduction
+        self.has_own_dropout = config.variant == "mc-dropout"
+        self.runs_on_edges = not config.sampled_kl
         self.weights = self.context_noise = None
         if config.variant == "gaussian-context":
-            assert head_dim is not None
+            if head_dim is None:
+                raise ValueError(f"head_dim is None; allowed for {config.variant}: the features of a value of one head")
             # one network for all heads, as a contextual prior has; in the dtype of the values it reads
             self.context_noise = GaussianContext(config, head_dim).to(dtype=dtype)
         else:
             self.weights = build_weights(config, key_dim=head_dim, num_heads=num_heads)
         self.to(device=device)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the config as plain values."""
+        return self.config.to_dict()
 
     @property
     def is_idle(self) -> bool:
@@ -131,15 +159,11 @@ class RivalAttention(nn.Module):
         with without_autocast(scores.device.type):
             return self._weights(upcast(scores), EdgeRows(edges, ops, generator))[0]
 
-    def drop(self, weights: Tensor, p: float) -> Tensor:
-        """Return weights after the dropout of the module around this one; `mc-dropout` has had its own."""
-        return weights if self.config.variant == "mc-dropout" or p == 0.0 else F.dropout(weights, p)
-
     def _attend(
         self, scores: Tensor, value: Tensor, rows: Rows, dropout_p: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         weights, kl = self._weights(scores, rows)
-        dropped = self.drop(weights, dropout_p)
+        dropped = weights if self.has_own_dropout or dropout_p == 0.0 else F.dropout(weights, dropout_p)
         output = rows.weigh(dropped, value)
         if self.context_noise is not None and not self.context_noise.is_idle:
             output, entries = self.context_noise.draw(

@@ -80,11 +80,6 @@ class AttentionChoice(AttentionConfig):
         """Whether something else than the library's own method takes the place of the softmax."""
         return not self.is_bayesian or self.sampled_kl
 
-    @property
-    def needs_key_dim(self) -> bool:
-        """Whether a module needs to know the features of a key: of a contextual prior, or of a noisy context."""
-        return super().needs_key_dim if self.is_bayesian else self.variant == "gaussian-context"
-
     def check_layers(self, *, on_edges: bool = False) -> None:
         """Refuse latent alignments, which attention of many heads and layers cannot be, and on edges the sampled KL."""
         if self.is_variational:
@@ -94,15 +89,6 @@ class AttentionChoice(AttentionConfig):
             )
         if on_edges and self.sampled_kl:
             raise ValueError("sampled_kl is True, whose estimate is written for dense scores; allowed on edges: False")
-
-    def build_rival(
-        self, *, head_dim: int | None, num_heads: int, device: Any | None = None, dtype: Any | None = None
-    ) -> Any:
-        """Return the `RivalAttention` of the config."""
-        # here, because it is built from modules that know this class
-        from bayesattn_recipes.baselines.attention import RivalAttention
-
-        return RivalAttention(self, head_dim=head_dim, num_heads=num_heads, device=device, dtype=dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; of soft and Bayesian attention those of an `AttentionConfig`, which it is."""

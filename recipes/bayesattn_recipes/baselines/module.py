@@ -22,7 +22,7 @@ class RivalModule(BayesianModule):
             raise ValueError(f"config is {config!r}; allowed: an AttentionChoice of variant {', '.join(map(repr, allowed))}")
         self.config = config
         self.bayes_prior = None
-        self.bayes_rival = None
+        self.bayes_weights = None
         self.samples_in_eval = False
         self.drops_in_eval = False
         self.kl_name = type(self).__name__

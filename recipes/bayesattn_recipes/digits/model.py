@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.nn import MultiheadAttention, TransformerEncoderLayer
+from bayesattn_recipes.baselines import attention_options
 
 PATCH = 2
 NUM_PATCHES = (8 // PATCH) ** 2
@@ -39,7 +40,7 @@ class DigitClassifier(nn.Module):
         self.position = nn.Parameter(0.1 * torch.randn(1 + NUM_PATCHES, width))
         self.layers = nn.ModuleList(
             TransformerEncoderLayer(
-                width, num_heads, 2 * width, dropout, batch_first=True, norm_first=True, config=attention
+                width, num_heads, 2 * width, dropout, batch_first=True, norm_first=True, **attention_options(attention)
             )
             for _ in range(num_layers)
         )

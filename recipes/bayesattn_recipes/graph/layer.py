@@ -27,6 +27,7 @@ from bayesattn.nn import BayesianModule
 from bayesattn.ops.common.precision import without_autocast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
+from bayesattn_recipes.baselines import attention_options
 from bayesattn_recipes.graph.features import SparseFeatures
 from bayesattn_recipes.graph.inputs import Batch
 
@@ -82,9 +83,10 @@ class GraphAttentionLayer(BayesianModule):
         kl_share: float = 1.0,
     ) -> None:
         super().__init__()
-        if config.is_rival and num_copies > 1:
+        options = attention_options(config, on_edges=True)
+        if "weights" in options and num_copies > 1:
             raise ValueError(f"num_copies is {num_copies}; allowed for {config.variant}: 1")
-        if not config.is_rival and config.prior_kind == "contextual" and not config.prior_per_head:
+        if "config" in options and config.prior_kind == "contextual" and not config.prior_per_head:
             raise ValueError("prior_per_head is False; allowed in the graph recipe: True, as in the authors' graph code")
         heads = num_copies * num_heads
         self.num_heads, self.num_copies = num_heads, num_copies
@@ -105,7 +107,7 @@ class GraphAttentionLayer(BayesianModule):
             (self.score_target, head_dim + 1),
         ):
             nn.init.uniform_(parameter, -math.sqrt(6.0 / fans), math.sqrt(6.0 / fans))
-        self.init_bayesian(config, key_dim=head_dim, num_heads=heads)
+        self.init_bayesian(**options, key_dim=head_dim, num_heads=heads)
         # where each copy, or all of them together, draw from; None is torch's own generator
         self.generators: list[torch.Generator | None] = [None] * num_copies
         # None: all copies are as the arguments say
@@ -124,7 +126,7 @@ class GraphAttentionLayer(BayesianModule):
         """
         projected = self._project(x)
         scores = self._scores(projected, edges)
-        if self.bayes_rival is not None:
+        if self.bayes_weights is not None:
             return self._rival(scores, self._drop(projected), edges)
         weights = self._drop(self._weights(scores, edges))
         # on a GPU, too: `plain` would store and scatter a message of all heads' features for every edge
@@ -134,7 +136,7 @@ class GraphAttentionLayer(BayesianModule):
     def _rival(self, scores: Float[Tensor, "e g"], value: Float[Tensor, "n g d"], edges: Edges) -> Float[Tensor, "r g d"]:
         dropout_p = self.dropout.p if self.dropout.training else 0.0
         options = {"dropout_p": dropout_p, "generator": self.generators[0]}
-        result = self.bayes_rival.on_edges(scores, value, edges, self._ops, **options)
+        result = self.bayes_weights.on_edges(scores, value, edges, self._ops, **options)
         kl = None if result.kl is None else result.kl * self.kl_share
         return self.record(result.output + self.bias, kl)
 
@@ -169,8 +171,8 @@ class GraphAttentionLayer(BayesianModule):
         return F.leaky_relu(scores, NEGATIVE_SLOPE)
 
     def _weights(self, scores: Float[Tensor, "e g"], edges: Edges) -> Float[Tensor, "e g"]:
-        if self.bayes_rival is not None:
-            return self.bayes_rival.edge_weights(scores, edges, self._ops, self.generators[0])
+        if self.bayes_weights is not None:
+            return self.bayes_weights.edge_weights(scores, edges, self._ops, self.generators[0])
         return self._ops.softmax(scores + self._log_noise(scores) if self.is_sampling else scores, edges)
 
     def _log_noise(self, scores: Float[Tensor, "e g"]) -> Float[Tensor, "e g"]:

@@ -32,6 +32,7 @@ from transformers import (
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize
 from bayesattn.evaluation.runs import write_bytes
+from bayesattn_recipes.baselines import attention_options
 from bayesattn_recipes.common.sources import SOURCES
 from bayesattn_recipes.language.files import unpack
 from bayesattn_recipes.language.tasks import Kind
@@ -130,7 +131,7 @@ def set_up(config: PreTrainedConfig, kind: Kind, num_outputs: int, rates: dict[s
 
 def build_model(config: PreTrainedConfig, kind: Kind, attention: AttentionConfig) -> PreTrainedModel:
     """Build a model with fresh parameters; its attention is converted, also for `soft`, whose dropout can be sampled."""
-    return bayesianize(_auto_class(kind).from_config(config), attention)
+    return bayesianize(_auto_class(kind).from_config(config), **attention_options(attention))
 
 
 def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention: AttentionConfig) -> PreTrainedModel:
@@ -141,7 +142,7 @@ def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention:
     if packed is not None:
         model = _auto_class(kind).from_config(config)
         load_encoder(model, packed_weights(packed), where)
-        return bayesianize(model, attention)
+        return bayesianize(model, **attention_options(attention))
     try:
         # neither pickled weights nor code that comes with them
         options = {"use_safetensors": True, "trust_remote_code": False}
@@ -149,7 +150,7 @@ def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention:
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"encoder is {where!r}, whose weights cannot be loaded: {reason}") from None
-    return bayesianize(model, attention)
+    return bayesianize(model, **attention_options(attention))
 
 
 def load_encoder(model: PreTrainedModel, weights: dict[str, Tensor], where: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn_recipes.baselines import attention_options
 from bayesattn_recipes.vqa.vocabulary import PADDING, Vocabulary
 
 
@@ -114,7 +115,7 @@ class MCAN(nn.Module):
         self.lstm = nn.LSTM(size.word_dim, size.width, batch_first=True)
         self.region_proj = nn.Linear(region_dim, size.width)
         self.place = nn.Parameter(0.1 * torch.randn(size.grid_cells, size.width)) if size.grid_cells else None
-        options = {"dropout": size.dropout, "batch_first": True, "config": attention}
+        options = {"dropout": size.dropout, "batch_first": True, **attention_options(attention)}
         sizes = (size.width, size.num_heads, size.feedforward_dim)
         self.question_layers = nn.ModuleList(TransformerEncoderLayer(*sizes, **options) for _ in range(size.num_layers))
         self.image_layers = nn.ModuleList(TransformerDecoderLayer(*sizes, **options) for _ in range(size.num_layers))

@@ -1,6 +1,6 @@
 """Who can make which attention module Bayesian.
 
-An adapter is a Python module with the four functions of `Adapter`. One for torch ships here; those for transformers and
+An adapter is a Python module with the functions of `Adapter`. One for torch ships here; those for transformers and
 torch_geometric live in `bayesattn.integrations` and are loaded only if the library in question is already imported: a model
 of that library cannot exist otherwise.
 """
@@ -16,7 +16,8 @@ from torch import nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import sdpa
-from bayesattn.nn import BayesianModule
+from bayesattn.convert.attributes import Sizes
+from bayesattn.nn import AttentionWeights, BayesianModule
 
 # library that must be imported → adapter; the first that claims a module keeps it
 ADAPTERS: dict[str, str] = {
@@ -60,8 +61,18 @@ class Adapter(Protocol):
         """Return the names of the attention modules of this kind that are not Bayesian yet, and why one cannot become so."""
         ...
 
-    def attach(self, model: nn.Module, name: str, config: AttentionConfig) -> None:
-        """Make the module `name` of `model` Bayesian."""
+    def sizes(self, module: nn.Module) -> Sizes:
+        """Return for what sizes custom weights of a module are built."""
+        ...
+
+    def refusal(self, weights: AttentionWeights) -> str | None:
+        """Say why modules of this kind cannot take these custom weights; None where they can."""
+        ...
+
+    def attach(
+        self, model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None
+    ) -> None:
+        """Make the module `name` of `model` Bayesian, by a config or with custom weights."""
         ...
 
     def bayesian_part(self, module: nn.Module) -> BayesianModule | None:

@@ -1,7 +1,8 @@
 """Facts about a foreign attention module that its attributes give away: sizes of the heads, rate of the dropout."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 # libraries name the same thing differently; the first attribute found counts
@@ -10,6 +11,26 @@ _QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads"
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", *_QUERY_HEADS)
 _WIDTH = ("all_head_size", "embed_dim", "hidden_size", "dim", "d_model", "n_embd")
 _DROPOUT = ("attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "dropout")
+
+
+class Sizes(NamedTuple):
+    """What is built for an attention module: for keys of which width, how many heads, and where."""
+
+    head_dim: int | None
+    num_heads: int
+    device: torch.device | None
+    dtype: torch.dtype | None
+
+
+def sizes(module: nn.Module, head_dim: int | None = None, num_heads: int | None = None) -> Sizes:
+    """Return the sizes of a module, read from its attributes where they are not given, and from its first parameter."""
+    like = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return Sizes(
+        key_dim(module) if head_dim is None else head_dim,
+        (num_key_heads(module) or 1) if num_heads is None else num_heads,
+        None if like is None else like.device,
+        None if like is None else like.dtype,
+    )
 
 
 def key_dim(module: nn.Module) -> int | None:

@@ -9,6 +9,9 @@ from torch import nn
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import sdpa
 from bayesattn.convert.adapters import Candidate, converted_modules, find_candidates
+from bayesattn.nn import AttentionWeights, WeightsFactory
+from bayesattn.nn.custom_weights import build_weights
+from bayesattn.nn.module import checked_config
 
 Model = TypeVar("Model", bound=nn.Module)
 Selection = Sequence[int | str]
@@ -16,8 +19,9 @@ Selection = Sequence[int | str]
 
 def bayesianize(
     model: Model,
-    config: AttentionConfig,
+    config: AttentionConfig | None = None,
     *,
+    weights: WeightsFactory | None = None,
     layers: Selection | None = None,
     exclude: Selection | None = None,
     example_inputs: Any = None,
@@ -35,8 +39,9 @@ def bayesianize(
     Args:
         model: A model of torch (`nn.MultiheadAttention`, `nn.Transformer*`, modules that call
             `F.scaled_dot_product_attention`), transformers or PyTorch Geometric, or a mixture.
-        config: What is random; or a `baselines.AttentionChoice`, which may also name a rival of Bayesian attention
-            (docs/baselines.md).
+        config: What is random.
+        weights: Instead of a config, what builds the object that takes the place of softmax and average
+            (`nn/custom_weights.py`); called once per attention module with `head_dim`, `num_heads`, `device`, `dtype`.
         layers: Convert only these: names or glob patterns (`"*.encoder.*"`), or positions in the model's order of
             attention modules; None means all.
         exclude: Leave these alone, given in the same way.
@@ -52,16 +57,16 @@ def bayesianize(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}; allowed: a torch.nn.Module")
-    if not isinstance(config, AttentionConfig):
-        raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
-    config.check_layers()
+    stated = checked_config(config, weights)
+    if isinstance(weights, nn.Module) or (weights is not None and not callable(weights)):
+        raise ValueError(f"weights is a {type(weights).__name__}; allowed: a function that builds one per attention module")
     already = converted_modules(model)
     if already:
         raise ValueError(
             f"model has {len(already)} Bayesian attention modules already, the first is {already[0][0]!r}; "
             "call restore(model) before converting it again"
         )
-    candidates = find_candidates(model, config, () if example_inputs is None else sdpa.callers(model, example_inputs))
+    candidates = find_candidates(model, stated, () if example_inputs is None else sdpa.callers(model, example_inputs))
     if not candidates:
         raise ValueError(
             f"model is a {type(model).__name__} in which no attention was found; allowed: a model with "
@@ -69,25 +74,27 @@ def bayesianize(
             "GATv2Conv or TransformerConv of PyTorch Geometric, or modules that call F.scaled_dot_product_attention"
             + ("; if the source does not show that call, give one batch as example_inputs" if example_inputs is None else "")
         )
-    attach_selected(model, config, candidates, layers, exclude)
+    attach_selected(model, config, candidates, layers, exclude, weights)
     return model
 
 
 def attach_selected(
     model: nn.Module,
-    config: AttentionConfig,
+    config: AttentionConfig | None,
     candidates: list[Candidate],
     layers: Selection | None,
     exclude: Selection | None = None,
+    weights: WeightsFactory | None = None,
 ) -> None:
     """Convert those candidates that `layers` and `exclude` select, or none of them."""
     selected = _select(candidates, layers, exclude)
     _raise_on_problems(model, candidates, selected)
+    built = [_build(candidate, weights) for candidate in selected]
     attached: list[Candidate] = []
     try:
-        for candidate in selected:
+        for candidate, own in zip(selected, built, strict=True):
             assert candidate.adapter is not None
-            candidate.adapter.attach(model, candidate.name, config)
+            candidate.adapter.attach(model, candidate.name, config, own)
             attached.append(candidate)
     except BaseException:
         for candidate in reversed(attached):
@@ -110,6 +117,17 @@ def restore(model: Model) -> Model:
     for name, adapter, _ in converted:
         adapter.detach(model, name)
     return model
+
+
+def _build(candidate: Candidate, weights: WeightsFactory | None) -> AttentionWeights | None:
+    """Return the custom weights of one attention module; raise where it cannot take them."""
+    adapter = candidate.adapter
+    assert adapter is not None
+    own = None if weights is None else build_weights(weights, **adapter.sizes(candidate.module)._asdict())
+    problem = None if own is None else adapter.refusal(own)
+    if problem is not None:
+        raise ValueError(f"{candidate.name or 'the model'} ({candidate.kind}) cannot be converted: {problem}")
+    return own
 
 
 def _select(candidates: list[Candidate], layers: Selection | None, exclude: Selection | None) -> list[Candidate]:

@@ -1,6 +1,5 @@
 """The Bayesian part of an attention module that keeps its own class: config, prior and switches, attached as a child."""
 
-import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
-from bayesattn.nn import BayesianModule
+from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.ops.attention import reference
 from bayesattn.ops.common.precision import upcast, without_autocast
@@ -25,27 +24,31 @@ class HostedAttention(BayesianModule):
     says what was Bayesian about it (`load_bayesian` reads it), and a checkpoint of another config is refused.
 
     Args:
-        config: What is random.
+        config: What is random; None where `weights` are given.
         key_dim: Features of a key of one head.
         num_heads: Heads of the keys.
         name: Of the module it is a child of, in its model.
+        weights: What takes the place of softmax and average.
     """
 
     settings: Tensor
 
     def __init__(
         self,
-        config: AttentionConfig,
+        config: AttentionConfig | None,
         *,
         key_dim: int | None,
         num_heads: int,
         name: str,
+        weights: AttentionWeights | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("settings", torch.empty(0, dtype=torch.uint8, device=device))
-        self.init_bayesian(config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype, prior_name=name)
+        self.init_bayesian(
+            config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype, prior_name=name, weights=weights
+        )
         # set from outside: one noise draw per sequence (`generate`), and the batch that windows were cut from
         self.stream: NoiseStream | None = None
         self.batch: Batch | None = None
@@ -58,7 +61,7 @@ class HostedAttention(BayesianModule):
     @config.setter
     def config(self, value: AttentionConfig) -> None:
         self._config = value
-        self.settings = encode_config(value).to(self.settings.device)
+        self.settings = encode_settings(settings_of(self)).to(self.settings.device)
 
     @property
     def prior_key_dim(self) -> int | None:
@@ -67,8 +70,9 @@ class HostedAttention(BayesianModule):
 
     @property
     def wakes_dropout(self) -> bool:
-        """Whether the host's dropout of weights counts though eval mode leaves it out; `mc-dropout` has its own."""
-        return self.drops_in_eval and not self.training and self.config.variant != "mc-dropout"
+        """Whether the host's dropout of weights counts though eval mode leaves it out."""
+        has_own = self.bayes_weights is not None and self.bayes_weights.has_own_dropout
+        return self.drops_in_eval and not self.training and not has_own
 
     def attend(
         self,
@@ -90,8 +94,8 @@ class HostedAttention(BayesianModule):
         `key_offset` is the position of the first key in its sequence, where a sliding window's cache has dropped earlier
         ones; it matters for noise that belongs to a sequence.
         """
-        if self.bayes_rival is not None:
-            return self._attend_rival(
+        if self.bayes_weights is not None:
+            return self._attend_custom(
                 query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, softcap=softcap,
                 dropout_p=dropout_p, need_weights=need_weights,
             )  # fmt: skip
@@ -110,16 +114,16 @@ class HostedAttention(BayesianModule):
             output = reference.weighted_values(dropped, value)
         return self.record(output, kl), weights.to(query.dtype) if need_weights else None
 
-    def _attend_rival(self, query, key, value, *, dropout_p, need_weights, **options) -> tuple[Tensor, Tensor | None]:
+    def _attend_custom(self, query, key, value, *, dropout_p, need_weights, **options) -> tuple[Tensor, Tensor | None]:
         """Attend as `attend` does, with what takes the softmax's place in the middle."""
         if self.stream is not None:
             raise ValueError(
-                f"variant is {self.config.variant!r}, whose noise belongs to no sequence; allowed for generation: "
+                f"weights are {self.bayes_weights.name!r}, whose noise belongs to no sequence; allowed for generation: "
                 f"{', '.join(map(repr, AttentionConfig.allowed_variants))}"
             )
         with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, **options)
-        output, weights, kl = self.bayes_rival(scores, key, value, mask=mask, dropout_p=dropout_p)
+        output, weights, kl = self.bayes_weights(scores, key, value, mask=mask, dropout_p=dropout_p)
         return self.record(output, kl), weights.to(query.dtype) if need_weights else None
 
     def finish_mean(
@@ -199,17 +203,18 @@ class HostedAttention(BayesianModule):
         examples = None if self.batch is None else self.batch.examples
         if kl is not None and examples is not None and kl.shape[0] > examples and kl.shape[0] % examples == 0:
             parts = kl.view(examples, -1)
-            kl = parts.sum(dim=1) if self.config.kl_reduction == "sum" else parts.mean(dim=1)
+            kl = parts.sum(dim=1) if self.kl_reduction == "sum" else parts.mean(dim=1)
         return super().record(output, kl)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         stored = state_dict.get(f"{prefix}settings")
         if stored is None:
             state_dict[f"{prefix}settings"] = self.settings
-        elif decode_config(stored).to_dict() != self.config.to_dict():
+        elif decode_settings(stored) != settings_of(self):
             error_msgs.append(
-                f"{prefix}settings: the checkpoint's attention is {decode_config(stored)}, the model's {self.config}; "
-                "convert the model with the checkpoint's config, or use load_bayesian"
+                f"{prefix}settings: the checkpoint's attention is {decode_settings(stored)}, the model's "
+                f"{settings_of(self)}; "
+                "convert the model as the checkpoint's was, or use load_bayesian"
             )
             state_dict[f"{prefix}settings"] = self.settings
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -232,20 +237,16 @@ class Batch:
                 return
 
 
-def encode_config(config: AttentionConfig) -> Tensor:
-    """Return the config as a tensor of JSON bytes."""
-    return torch.frombuffer(bytearray(json.dumps(config.to_dict(), sort_keys=True).encode()), dtype=torch.uint8)
+def settings_of(part: BayesianModule) -> dict[str, Any]:
+    """Return what a Bayesian module is as plain values: its config, or under `weights` the settings of custom weights."""
+    return part.config.to_dict() if part.bayes_weights is None else {"weights": part.bayes_weights.settings()}
 
 
-def decode_config(settings: Tensor) -> AttentionConfig:
-    """Return the config behind `encode_config`'s bytes."""
-    return config_from_dict(json.loads(bytes(settings.tolist()).decode()))
+def encode_settings(values: dict[str, Any]) -> Tensor:
+    """Return plain values as a tensor of JSON bytes."""
+    return torch.frombuffer(bytearray(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)
 
 
-def config_from_dict(values: dict[str, Any]) -> AttentionConfig:
-    """Build a config from what its `to_dict` returned; a subclass is known once the package that defines it is imported."""
-    for kind in (AttentionConfig, *AttentionConfig.__subclasses__()):
-        if set(values) <= {field.name for field in dataclasses.fields(kind)}:
-            return kind.from_dict(values)
-    # raises, and lists the keys that there are
-    return AttentionConfig.from_dict(values)
+def decode_settings(settings: Tensor) -> dict[str, Any]:
+    """Return the values behind `encode_settings`' bytes."""
+    return json.loads(bytes(settings.tolist()).decode())

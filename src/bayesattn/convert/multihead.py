@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.nn import BayesianModule, MultiheadAttention
+from bayesattn.convert import attributes
+from bayesattn.convert.attributes import Sizes
+from bayesattn.nn import AttentionWeights, BayesianModule, MultiheadAttention
 
 # `recording` notes the last one on the module, if it ever recorded
 _ADDED = ("config", "samples_in_eval", "drops_in_eval", "kl_name", "is_converted", "_recorded_last")
@@ -24,13 +26,23 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
     }
 
 
-def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
+def sizes(module: Any) -> Sizes:
+    """Return the sizes of torch's module."""
+    return attributes.sizes(module, module.head_dim, module.num_heads)
+
+
+def refusal(weights: AttentionWeights) -> None:
+    """Refuse no custom weights: scores, keys and values are all there."""
+    return
+
+
+def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Turn torch's module into `bayesattn.nn.MultiheadAttention`."""
     module: Any = model.get_submodule(name)
     state = module.__dict__
     same_embed_dim = state.pop("_qkv_same_embed_dim")
     try:
-        become_bayesian(module, MultiheadAttention, config, name, key_dim=module.head_dim, num_heads=module.num_heads)
+        become_bayesian(module, MultiheadAttention, sizes(module), config, weights, name)
     except BaseException:
         state["_qkv_same_embed_dim"] = same_embed_dim
         raise
@@ -52,33 +64,38 @@ def detach(model: nn.Module, name: str) -> None:
 
 
 def become_bayesian(
-    module: Any, bayesian_class: type[BayesianModule], config: AttentionConfig, name: str, *, key_dim: int, num_heads: int
+    module: Any,
+    bayesian_class: type[BayesianModule],
+    of: Sizes,
+    config: AttentionConfig | None,
+    weights: AttentionWeights | None,
+    name: str,
 ) -> None:
     """Swap the class of `module` for a Bayesian subclass and give it what that class needs."""
     plain_class = type(module)
-    like = next((p for p in module.parameters() if p.is_floating_point()), None)
     module.__class__ = bayesian_class
     try:
         module.init_bayesian(
             config,
-            key_dim=key_dim,
-            num_heads=num_heads,
+            key_dim=of.head_dim,
+            num_heads=of.num_heads,
             prior_name=name,
-            device=None if like is None else like.device,
-            dtype=None if like is None else like.dtype,
+            weights=weights,
+            device=of.device,
+            dtype=of.dtype,
         )
     except BaseException:
         module.__class__ = plain_class
         raise
     module.is_converted = True
-    for added in (module.bayes_prior, module.bayes_rival):
+    for added in (module.bayes_prior, module.bayes_weights):
         if added is not None:
             added.train(module.training)
 
 
 def become_plain(module: Any, plain_class: type[nn.Module]) -> None:
     """Undo `become_bayesian`."""
-    del module.bayes_prior, module.bayes_rival
+    del module.bayes_prior, module.bayes_weights
     for attribute in _ADDED:
         module.__dict__.pop(attribute, None)
     module.__class__ = plain_class

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +18,10 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert import sdpa
 from bayesattn.convert.adapters import converted_modules, find_candidates
 from bayesattn.convert.bayesianize import attach_selected, restore
-from bayesattn.convert.hosted import CHILD_NAME, config_from_dict, decode_config
+from bayesattn.convert.hosted import CHILD_NAME, decode_settings, settings_of
 from bayesattn.convert.state import prior_tensors, separate, shared, unwrapped, whole_state, without_wrappers
 from bayesattn.files import replacing
+from bayesattn.nn import WeightsFactory
 
 CONFIG_FILE = "bayesattn_config.json"
 WEIGHTS_FILE = "bayesattn.safetensors"
@@ -32,12 +34,22 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a folder holds: the config of every Bayesian module, and the tensors of the priors or of the whole model."""
+    """What a folder holds: what every Bayesian module is, and the tensors of the priors or of the whole model."""
 
-    configs: dict[str, AttentionConfig]
+    settings: dict[str, dict[str, Any]]
     weights: dict[str, Tensor]
     whole: bool = False
     callers: tuple[str, ...] = ()
+
+    @cached_property
+    def custom(self) -> dict[str, dict[str, Any]]:
+        """Settings of custom weights, by module."""
+        return {name: values["weights"] for name, values in self.settings.items() if "weights" in values}
+
+    @cached_property
+    def configs(self) -> dict[str, AttentionConfig]:
+        """Configs of the other modules."""
+        return {name: AttentionConfig.from_dict(v) for name, v in self.settings.items() if name not in self.custom}
 
 
 def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bool = False) -> None:
@@ -83,7 +95,7 @@ def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bo
         "format": FORMAT_VERSION,
         "model": type(model).__name__,
         "whole": whole,
-        "modules": {name: part.config.to_dict() for name, _, part in converted},
+        "modules": {name: settings_of(part) for name, _, part in converted},
         "shared": aliases,
         # modules that only a run of the model has shown to attend (`example_inputs` of bayesianize)
         "callers": [
@@ -106,7 +118,7 @@ def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bo
         )  # fmt: skip
 
 
-def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
+def load_bayesian(model: Model, folder: str | os.PathLike[str], *, weights: WeightsFactory | None = None) -> Model:
     """Make `model` Bayesian as the one saved in `folder` was: priors included, and all weights if they were saved.
 
     Args:
@@ -114,6 +126,8 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
             model in the folder, all its weights are overwritten, so it may come fresh from its config.
         folder: Written by `save_bayesian`, or by `save_pretrained` of a converted transformers model; of the latter only
             the Bayesian part is read, since `from_pretrained` reads the rest.
+        weights: What built the custom weights of the saved model, as for `bayesianize`; it has to build them with the
+            settings that were saved.
 
     Raises:
         ValueError: The folder holds nothing of ours, or it does not fit the model; the model is unchanged.
@@ -123,19 +137,20 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
         raise ValueError(f"folder is {str(folder)!r}, which is not a folder")
     saved = _read_own(folder) if (folder / CONFIG_FILE).exists() else _read_host_checkpoint(folder)
     host = unwrapped(model)
-    missing = sorted({*saved.configs, *saved.callers} - {name for name, _ in host.named_modules()})
+    _check_weights(saved, weights)
+    missing = sorted({*saved.settings, *saved.callers} - {name for name, _ in host.named_modules()})
     if missing:
         raise ValueError(
             f"the saved model has attention modules {missing[:8]} that this {type(host).__name__} does not have"
         )
     before = {name for name, _, _ in converted_modules(host)}
-    if before and before != set(saved.configs):
+    if before and before != set(saved.settings):
         raise ValueError(
-            f"model has Bayesian attention in {sorted(before)[:8]}, the saved one in {sorted(saved.configs)[:8]}; "
+            f"model has Bayesian attention in {sorted(before)[:8]}, the saved one in {sorted(saved.settings)[:8]}; "
             "call restore(model) first"
         )
     if not before:
-        _convert(host, saved.configs, saved.callers)
+        _convert(host, saved, weights)
     try:
         _load(host, saved)
     except BaseException:
@@ -145,8 +160,25 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str]) -> Model:
     return model
 
 
-def _convert(model: nn.Module, configs: dict[str, AttentionConfig], callers: tuple[str, ...]) -> None:
+def _check_weights(saved: _Saved, weights: WeightsFactory | None) -> None:
+    """Raise where the folder has custom weights and nothing builds them, or the other way round."""
+    if saved.custom and weights is None:
+        name, settings = next(iter(saved.custom.items()))
+        raise ValueError(
+            f"{name} was saved with custom weights {settings}, which this library does not build; give what built them: "
+            "load_bayesian(model, folder, weights=...)"
+        )
+    if saved.configs and weights is not None:
+        raise ValueError(f"weights is given, and {next(iter(saved.configs))} was saved with a config; allowed: None")
+
+
+def _convert(model: nn.Module, saved: _Saved, weights: WeightsFactory | None) -> None:
     """Convert the named modules, all with one config at first."""
+    configs, callers = saved.configs, saved.callers
+    if saved.custom:
+        candidates = find_candidates(model, AttentionConfig("soft"), callers)
+        attach_selected(model, None, candidates, list(saved.settings), weights=weights)
+        return
     widest = next((c for c in configs.values() if _shape_of_prior(c)), next(iter(configs.values())))
     if any(_shape_of_prior(config) not in (None, _shape_of_prior(widest)) for config in configs.values()):
         raise ValueError(
@@ -156,14 +188,18 @@ def _convert(model: nn.Module, configs: dict[str, AttentionConfig], callers: tup
 
 
 def _shape_of_prior(config: AttentionConfig) -> tuple[Any, ...] | None:
-    if config.is_rival:
-        return tuple(config.to_dict().values())
     return (config.prior_hidden_dim, config.prior_per_head) if config.prior_kind == "contextual" else None
 
 
 def _load(model: nn.Module, saved: _Saved) -> None:
     """Check every tensor against its place, then copy them all."""
     parts = {name: part for name, _, part in converted_modules(model)}
+    for name, part in parts.items():
+        own = None if part.bayes_weights is None else part.bayes_weights.settings()
+        if own != saved.custom.get(name):
+            raise ValueError(
+                f"{name} has the custom weights {own} in the model and {saved.custom.get(name)} in the file; allowed: one"
+            )
     targets: dict[str, Tensor] = {}
     if saved.whole:
         targets = whole_state(model)
@@ -189,8 +225,8 @@ def _load(model: nn.Module, saved: _Saved) -> None:
         with torch.no_grad():
             for key, value in saved.weights.items():
                 targets[key].copy_(value)
-    for name, part in parts.items():
-        part.config = saved.configs[name]
+    for name, config in saved.configs.items():
+        parts[name].config = config
 
 
 def _read_own(folder: Path) -> _Saved:
@@ -198,7 +234,8 @@ def _read_own(folder: Path) -> _Saved:
     description = _describe(path)
     try:
         version = description["format"]
-        configs = {str(name): config_from_dict(values) for name, values in description["modules"].items()}
+        settings = {str(name): dict(values) for name, values in description["modules"].items()}
+        _ = _Saved(settings, {}).configs  # raises on a broken one
         whole, aliases = bool(description.get("whole", False)), dict(description.get("shared", {}))
         callers = tuple(map(str, description.get("callers", ())))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -211,7 +248,7 @@ def _read_own(folder: Path) -> _Saved:
     lost = sorted(set(aliases.values()) - set(weights))
     if lost:
         raise ValueError(f"{folder / WEIGHTS_FILE} lacks {lost[:8]}, which {CONFIG_FILE} says are shared")
-    return _Saved(configs, weights | {key: weights[first] for key, first in aliases.items()}, whole, callers)
+    return _Saved(settings, weights | {key: weights[first] for key, first in aliases.items()}, whole, callers)
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -234,21 +271,21 @@ def _read_host_checkpoint(folder: Path) -> _Saved:
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors.update(_read_tensors(path, lambda key: marker in f".{key}"))
-    configs: dict[str, AttentionConfig] = {}
+    settings: dict[str, dict[str, Any]] = {}
     weights: dict[str, Tensor] = {}
     for key, value in tensors.items():
         host, _, rest = f".{key}".rpartition(marker)
         host = host.lstrip(".")
         if rest == "settings":
-            configs[host] = decode_config(value)
+            settings[host] = decode_settings(value)
         else:
             weights[f"{host}.{rest.removeprefix('bayes_prior.')}".lstrip(".")] = value
-    if not configs:
+    if not settings:
         raise ValueError(
             f"{folder} holds neither {CONFIG_FILE} nor a checkpoint of a converted transformers model; allowed: a folder "
             "written by save_bayesian, or by save_pretrained of a Bayesian model"
         )
-    return _Saved(configs, weights)
+    return _Saved(settings, weights)
 
 
 def _read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bayesattn.config import AttentionConfig
-from bayesattn.convert.attributes import dropout_rate, key_dim, num_key_heads
+from bayesattn.convert.attributes import dropout_rate, key_dim, sizes
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
 from bayesattn.convert.modes import evaluating
-from bayesattn.nn import BayesianModule
+from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.prediction import as_arguments
 
 
@@ -79,12 +79,18 @@ def is_shown(module: nn.Module) -> bool:
     return _shows_call(type(module).__mro__[2])
 
 
-def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
+def refusal(weights: AttentionWeights) -> None:
+    """Refuse no custom weights: scores, keys and values are all there."""
+    return
+
+
+def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Attach the Bayesian part as a child and swap the class."""
     module = model.get_submodule(name)
-    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-    sizes = {"key_dim": key_dim(module), "num_heads": num_key_heads(module) or 1}
-    child = HostedAttention(config, **sizes, name=name, device=like.device, dtype=like.dtype)
+    head_dim, heads, device, dtype = sizes(module)
+    child = HostedAttention(
+        config, key_dim=head_dim, num_heads=heads, name=name, weights=weights, device=device, dtype=dtype
+    )
     module.add_module(CHILD_NAME, child.train(module.training))
     module.__class__ = _intercepting(type(module))
 
@@ -163,7 +169,7 @@ class SampledAttention(TorchFunctionMode):
         mask, bias = split_mask(attn_mask if attn_mask is None or attn_mask.ndim <= 4 else attn_mask.flatten(0, -4))
         options = {"mask": mask, "bias": bias, "is_causal": is_causal}
         options["scale"] = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        if not child.is_sampling and child.bayes_rival is None:
+        if not child.is_sampling and child.bayes_weights is None:
             # not seen by a module around this one that is converted as well: its KL would count this call again
             with torch._C.DisableTorchFunction():
                 output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

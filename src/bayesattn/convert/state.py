@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from bayesattn.convert.hosted import CHILD_NAME
 from bayesattn.nn import BayesianModule
-from bayesattn.nn.module import RIVAL_NAME
+from bayesattn.watch import WEIGHTS_NAME
 
 
 def without_wrappers(model: Any) -> Any:
@@ -54,9 +54,9 @@ def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def prior_tensors(name: str, part: BayesianModule) -> dict[str, Tensor]:
-    """Return the parameters of a prior, or the state of a rival, under names that start with the attention module's."""
-    if part.bayes_rival is not None:
-        return {f"{name}.{RIVAL_NAME}.{key}".lstrip("."): value for key, value in part.bayes_rival.state_dict().items()}
+    """Return the parameters of a prior, or the state of custom weights, under names that start with the module's."""
+    if part.bayes_weights is not None:
+        return {f"{name}.{WEIGHTS_NAME}.{key}".lstrip("."): value for key, value in part.bayes_weights.state_dict().items()}
     prior: Any = part.bayes_prior
     if prior is None:
         return {}

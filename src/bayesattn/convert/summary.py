@@ -16,7 +16,7 @@ class ReportRow:
     Attributes:
         name: Its name in the model.
         kind: Its class.
-        variant: Variant of its Bayesian attention; None where it was left alone.
+        variant: Variant of its Bayesian attention, or the name of its custom weights; None where it was left alone.
         noise: How much is drawn, such as `weibull_k = 5`; None where nothing is.
         parameters: Parameters that the conversion added.
         reason: Why it was left alone; None where it was converted.
@@ -74,9 +74,9 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     """Say which attention modules of `model` are Bayesian by conversion, which are not and why, and what was added."""
     rows = {}
     for name, _, part in converted_modules(model):
-        added = sum(p.numel() for child in (part.bayes_prior, part.bayes_rival) if child for p in child.parameters())
-        kind, config = type(model.get_submodule(name)).__name__, part.config
-        rows[name] = ReportRow(name, kind, config.variant, _noise(config), added, None)
+        added = sum(p.numel() for child in (part.bayes_prior, part.bayes_weights) if child for p in child.parameters())
+        variant = part.config.variant if part.bayes_weights is None else part.bayes_weights.name
+        rows[name] = ReportRow(name, type(model.get_submodule(name)).__name__, variant, _noise(part.config), added, None)
     for candidate in find_candidates(model, AttentionConfig("BAM-NOKL")):
         reason = candidate.problem or "not selected"
         rows[candidate.name] = ReportRow(candidate.name, candidate.kind, None, None, 0, reason)
@@ -85,7 +85,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def _noise(config: AttentionConfig) -> str | None:
-    if config.variant not in AttentionConfig.allowed_variants or config.family is None:
+    if config.family is None:
         return None
     field = NOISE_FIELD[config.family]
     return f"{field} = {getattr(config, field):g}"

@@ -1,6 +1,7 @@
 """Attention modules whose weights are sampled: thin shells over `bayesattn.functional`."""
 
 from bayesattn.nn.additive import AdditiveAttention
+from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory
 from bayesattn.nn.module import BayesianModule
 from bayesattn.nn.multihead import MultiheadAttention
 from bayesattn.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
@@ -8,9 +9,11 @@ from bayesattn.nn.weights import BayesianWeights
 
 __all__ = [
     "AdditiveAttention",
+    "AttentionWeights",
     "BayesianModule",
     "BayesianWeights",
     "MultiheadAttention",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "WeightsFactory",
 ]

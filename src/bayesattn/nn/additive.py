@@ -1,10 +1,14 @@
 """Additive (Bahdanau) attention as captioning and translation use it: one query per decoding step."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory, build_weights
+from bayesattn.nn.module import checked_config
 from bayesattn.nn.weights import BayesianWeights
 
 
@@ -19,6 +23,7 @@ class AdditiveAttention(nn.Module):
         key_dim: Features of a key.
         hidden_dim: Width of the tanh layer.
         config: What is random. The contextual prior reads the keys.
+        weights: Instead of a config, what takes the place of softmax and average (`nn/custom_weights.py`).
         bias: Whether the tanh layer has a bias.
     """
 
@@ -28,7 +33,8 @@ class AdditiveAttention(nn.Module):
         key_dim: int,
         hidden_dim: int,
         *,
-        config: AttentionConfig,
+        config: AttentionConfig | None = None,
+        weights: AttentionWeights | WeightsFactory | None = None,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -38,7 +44,8 @@ class AdditiveAttention(nn.Module):
         self.query_proj = nn.Linear(query_dim, hidden_dim, bias=False, **options)
         self.key_proj = nn.Linear(key_dim, hidden_dim, bias=bias, **options)
         self.score_proj = nn.Linear(hidden_dim, 1, bias=False, **options)
-        self.weights = BayesianWeights(config, key_dim=key_dim, **options)
+        self.weights = BayesianWeights(checked_config(config, weights), key_dim=key_dim, **options)
+        self.bayes_weights: Any = build_weights(weights, head_dim=key_dim, num_heads=1, **options)
 
     def prepare(
         self, key: Float[Tensor, "b n dk"], mask: Bool[Tensor, "b n"] | None = None
@@ -69,7 +76,13 @@ class AdditiveAttention(nn.Module):
             prepared: Result of `prepare(key, mask)`.
         """
         keys, log_prior = self.prepare(key, mask) if prepared is None else prepared
+        value = key if value is None else value
+        if self.bayes_weights is not None:
+            scores, heads = self.scores(query, keys).unsqueeze(1), (key.unsqueeze(1), value.unsqueeze(1))
+            given = None if mask is None else mask[:, None, None, :]
+            context, weights, kl = self.bayes_weights(scores, *heads, mask=given, dropout_p=0.0)
+            return self.weights.record(context, kl).squeeze(1), weights.squeeze(1)
         weights = self.weights(
             self.scores(query, keys), mask=None if mask is None else mask[:, None, :], log_prior=log_prior
         )
-        return weights @ (key if value is None else value), weights
+        return weights @ value, weights

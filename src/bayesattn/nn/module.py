@@ -8,8 +8,19 @@ from torch import Tensor, nn
 from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.kl import is_recording, record
+from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory, build_weights
 from bayesattn.priors import ContextualPrior
-from bayesattn.watch import PRIOR_NAME, RIVAL_NAME
+from bayesattn.watch import PRIOR_NAME, WEIGHTS_NAME
+
+
+def checked_config(config: AttentionConfig | None, weights: object) -> AttentionConfig:
+    """Return the config of a module that is given either a config or custom weights; the latter's is `soft`."""
+    if (config is None) == (weights is None):
+        given = "neither config nor weights is given" if config is None else "both config and weights are given"
+        raise ValueError(f"{given}; allowed: one of them")
+    if config is not None and not isinstance(config, AttentionConfig):
+        raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
+    return AttentionConfig("soft") if config is None else config
 
 
 class BayesianModule(nn.Module):
@@ -21,8 +32,8 @@ class BayesianModule(nn.Module):
 
     config: AttentionConfig
     bayes_prior: ContextualPrior | None
-    # what takes the place of softmax and average where the config names a rival (`baselines.RivalAttention`)
-    bayes_rival: Any
+    # what takes the place of softmax and average, where it was given; the config is then `soft`
+    bayes_weights: Any
     # a subclass whose scores are of edges says so
     on_edges: bool = False
     # both are set from outside: by `sampling(model)`, and by `record_kl(model)`
@@ -32,43 +43,39 @@ class BayesianModule(nn.Module):
 
     def init_bayesian(
         self,
-        config: AttentionConfig,
+        config: AttentionConfig | None = None,
         *,
         key_dim: int | None,
         num_heads: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         prior_name: str = "",
-        takes_rival: bool = True,
+        weights: AttentionWeights | WeightsFactory | None = None,
     ) -> None:
         """Give the module its config, its switches and, for contextual variants, a prior; constructors call it once.
 
         Args:
-            config: What is random.
+            config: What is random; None where `weights` are given.
             key_dim: Features of a key of one head; needed for contextual priors.
             num_heads: Heads of the keys.
             device: Of the prior's parameters.
             dtype: Of the prior's parameters.
             prior_name: As `name` of `ContextualPrior`.
-            takes_rival: Whether a config may name what replaces softmax and average.
+            weights: What takes the place of softmax and average (`nn/custom_weights.py`).
         """
-        if not isinstance(config, AttentionConfig):
-            raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
-        is_contextual = not (takes_rival and config.is_rival) and config.prior_kind == "contextual"
-        if takes_rival:
-            config.check_layers(on_edges=self.on_edges)
-        if (is_contextual or config.needs_key_dim) and key_dim is None:
+        config = checked_config(config, weights)
+        if config.prior_kind == "contextual" and key_dim is None:
             raise ValueError(f"key_dim is None; allowed for {config.variant}: the number of features of a key")
+        custom = build_weights(weights, head_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
+        if custom is not None and self.on_edges and not custom.runs_on_edges:
+            raise ValueError(f"weights are {custom.name!r}, which do not run on edges; allowed: weights with runs_on_edges")
+        self.bayes_weights = custom
         self.config = config
         self.samples_in_eval = False
         self.drops_in_eval = False
         self.kl_name = type(self).__name__
         self.bayes_prior = None
-        self.bayes_rival = None
-        if takes_rival and config.is_rival:
-            # one that has a prior keeps it to itself
-            self.bayes_rival = config.build_rival(head_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
-        if is_contextual:
+        if config.prior_kind == "contextual":
             assert key_dim is not None
             self.bayes_prior = ContextualPrior(key_dim, num_heads, config, device, dtype, name=prior_name)
 
@@ -91,9 +98,14 @@ class BayesianModule(nn.Module):
     @property
     def is_idle(self) -> bool:
         """Whether the next call is deterministic attention and nothing else: no draw, no KL, no sensitivity."""
-        if self.bayes_rival is not None:
-            return self.bayes_rival.is_idle
+        if self.bayes_weights is not None:
+            return self.bayes_weights.is_idle
         return not (self.is_sampling or self.needs_kl or self.is_measured)
+
+    @property
+    def kl_reduction(self) -> str | None:
+        """How the KL of a call sums over queries and keys."""
+        return self.config.kl_reduction if self.bayes_weights is None else self.bayes_weights.kl_reduction
 
     def __prepare_scriptable__(self) -> nn.Module:
         # torch.jit.script asks here. A plain module that one could return would take this one's place in the model
@@ -117,7 +129,7 @@ class BayesianModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         # a checkpoint of the deterministic module knows no prior: keep the fresh one. A partial prior stays an error.
-        for name, part in ((PRIOR_NAME, self.bayes_prior), (RIVAL_NAME, self.bayes_rival)):
+        for name, part in ((PRIOR_NAME, self.bayes_prior), (WEIGHTS_NAME, self.bayes_weights)):
             own = f"{prefix}{name}."
             if part is not None and not any(key.startswith(own) for key in state_dict):
                 state_dict.update({f"{own}{key}": value for key, value in part.state_dict().items()})

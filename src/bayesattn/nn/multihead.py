@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
+from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory
 from bayesattn.nn.module import BayesianModule
 from bayesattn.nn.multihead_arguments import check_inputs, check_nested, only_forbids, split_masks
 from bayesattn.ops.attention import reference
@@ -23,7 +24,8 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype:
             As in torch.
-        config: What is random; keyword only.
+        config: What is random; keyword only, as `weights`.
+        weights: Instead of a config, what takes the place of softmax and average (`nn/custom_weights.py`).
 
     In the paper: the module of Sec. 2 with `num_heads` = H, Φ = QKᵀ/√d_k, and S drawn as in Sec. 3.2.
     """
@@ -42,12 +44,14 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        config: AttentionConfig,
+        config: AttentionConfig | None = None,
+        weights: AttentionWeights | WeightsFactory | None = None,
     ) -> None:
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self.init_bayesian(config, key_dim=embed_dim // num_heads, num_heads=num_heads, device=device, dtype=dtype)
+        head_dim = embed_dim // num_heads
+        self.init_bayesian(config, key_dim=head_dim, num_heads=num_heads, device=device, dtype=dtype, weights=weights)
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -120,11 +124,11 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
             bias = None
         dropout_p, scores, weights = self.dropout_now(self.dropout), None, None
-        if need_weights or self.bayes_rival is not None:
+        if need_weights or self.bayes_weights is not None:
             with without_autocast(q.device.type):
                 scores = reference.dot_product_scores(q, k, scale=self.head_dim**-0.5, bias=bias)
-        if self.bayes_rival is not None:
-            heads, weights, kl = self.bayes_rival(scores, k, v, mask=mask, dropout_p=dropout_p)
+        if self.bayes_weights is not None:
+            heads, weights, kl = self.bayes_weights(scores, k, v, mask=mask, dropout_p=dropout_p)
             return self._merge(self.record(heads, kl)), weights
         valid = None if mask is None else mask.any(dim=-2)
         log_prior = self.bayes_prior(k, valid) if self.needs_kl and self.bayes_prior is not None else None

@@ -3,11 +3,21 @@
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory
+from bayesattn.nn.module import checked_config
 from bayesattn.nn.multihead import MultiheadAttention
 
+Weights = AttentionWeights | WeightsFactory | None
 
-def _exchange(layer: nn.Module, names: tuple[str, ...], config: AttentionConfig) -> None:
-    """Replace stock attention modules by Bayesian ones with the same weights."""
+
+def _exchange(layer: nn.Module, names: tuple[str, ...], config: AttentionConfig | None, weights: Weights) -> None:
+    """Replace stock attention modules by Bayesian ones with the same parameters."""
+    checked_config(config, weights)
+    if isinstance(weights, nn.Module) and len(names) > 1:
+        raise ValueError(
+            f"weights is one {type(weights).__name__}, and the layer has {len(names)} attention modules; allowed: a "
+            "function that builds one for each"
+        )
     for name in names:
         stock = getattr(layer, name)
         bayesian = MultiheadAttention(
@@ -19,6 +29,7 @@ def _exchange(layer: nn.Module, names: tuple[str, ...], config: AttentionConfig)
             device=stock.out_proj.weight.device,
             dtype=stock.out_proj.weight.dtype,
             config=config,
+            weights=weights,
         )
         bayesian.load_state_dict(stock.state_dict())
         setattr(layer, name, bayesian)
@@ -28,14 +39,14 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` with Bayesian self-attention.
 
     While it samples, the attention module declines torch's fused path (which would never call it); in eval mode
-    without sampling that path is taken as usual. Arguments as in torch, and `config`.
+    without sampling that path is taken as usual. Arguments as in torch, and `config` or `weights` of `MultiheadAttention`.
     """
 
     self_attn: MultiheadAttention  # type: ignore[assignment]
 
-    def __init__(self, *args, config: AttentionConfig, **kwargs) -> None:
+    def __init__(self, *args, config: AttentionConfig | None = None, weights: Weights = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        _exchange(self, ("self_attn",), config)
+        _exchange(self, ("self_attn",), config, weights)
 
     def forward(
         self,
@@ -60,8 +71,11 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer` with Bayesian self- and cross-attention. Arguments as in torch, and `config`."""
+    """`torch.nn.TransformerDecoderLayer` with Bayesian self- and cross-attention.
 
-    def __init__(self, *args, config: AttentionConfig, **kwargs) -> None:
+    Arguments as in torch, and `config`, or `weights` as a function that builds one object per attention module.
+    """
+
+    def __init__(self, *args, config: AttentionConfig | None = None, weights: Weights = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        _exchange(self, ("self_attn", "multihead_attn"), config)
+        _exchange(self, ("self_attn", "multihead_attn"), config, weights)

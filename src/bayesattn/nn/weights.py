@@ -38,8 +38,7 @@ class BayesianWeights(BayesianModule):
     ) -> None:
         super().__init__()
         options = {"device": device, "dtype": dtype}
-        # it takes the place of the softmax itself: `baselines.build_weights` builds the others that do
-        self.init_bayesian(config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, takes_rival=False, **options)
+        self.init_bayesian(config, key_dim=key_dim, num_heads=num_heads, prior_name=prior_name, **options)
 
     def log_prior(
         self, keys: Float[Tensor, "b h n d"] | Float[Tensor, "b n d"], valid: Bool[Tensor, "..."] | None = None

@@ -14,7 +14,7 @@ import bayesattn as ba
 from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian
 from bayesattn.integrations.hf import generate
 from bayesattn.integrations.pyg import BayesianGATConv, neighbor_batch
-from bayesattn_recipes.baselines import AttentionChoice, with_score_function
+from bayesattn_recipes.baselines import AttentionChoice, attention_options, with_score_function
 from bayesattn_recipes.baselines.trainer import ScoreFunctionTrainer
 from helpers import assert_finite, assert_within_standard_errors
 
@@ -73,7 +73,7 @@ def test_one_call_puts_a_rival_into_any_model_and_restore_takes_it_out(name, var
     state = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         before = outputs(model, inputs)
-        bayesianize(model, choice(variant))
+        bayesianize(model, **attention_options(choice(variant)))
         if variant != "gaussian-weights":
             assert torch.equal(outputs(model, inputs), before)
         with ba.sampling(model, dropout=variant == "mc-dropout"):
@@ -88,7 +88,7 @@ def test_one_call_puts_a_rival_into_any_model_and_restore_takes_it_out(name, var
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_reaches_every_parameter_of_any_model(name, variant):
     make, feed = MODELS[name]
-    plain, model, inputs = make().train(), bayesianize(make().train(), choice(variant)), feed()
+    plain, model, inputs = make().train(), bayesianize(make().train(), **attention_options(choice(variant))), feed()
     losses = lambda net: (outputs(net, inputs) - 0.3).square().flatten(1).mean(dim=1)  # noqa: E731
     losses(plain).sum().backward()
     expected = {name for name, p in plain.named_parameters() if p.grad is not None}
@@ -105,9 +105,10 @@ def test_a_training_step_reaches_every_parameter_of_any_model(name, variant):
 def test_sampled_kl_of_shared_keys_with_a_prior_for_each_estimates_the_closed_form():
     options = {"prior_per_head": True, "weibull_k": 3.0}
     sampled, closed = (
-        bayesianize(Caller(), AttentionChoice("BAM-WC", sampled_kl=is_sampled, **options)) for is_sampled in (True, False)
+        bayesianize(Caller(), **attention_options(AttentionChoice("BAM-WC", sampled_kl=is_sampled, **options)))
+        for is_sampled in (True, False)
     )
-    names = {name: name.replace("bayes_rival.weights.", "") for name in sampled.state_dict() if "settings" not in name}
+    names = {name: name.replace("bayes_weights.weights.", "") for name in sampled.state_dict() if "settings" not in name}
     state = sampled.state_dict()
     closed.load_state_dict({other: state[name] for name, other in names.items()})
     x, found = torch.randn(1, 5, 6).expand(3001, 5, 6), []
@@ -120,31 +121,38 @@ def test_sampled_kl_of_shared_keys_with_a_prior_for_each_estimates_the_closed_fo
 
 @pytest.mark.parametrize("variant", ["hard-reinforce", "gaussian-context", "sampled-kl"])
 def test_what_a_rival_added_is_saved_and_loaded(variant, tmp_path):
-    model = bayesianize(build("bert", "sdpa"), choice(variant))
+    model = bayesianize(build("bert", "sdpa"), **attention_options(choice(variant)))
     with torch.no_grad():
         for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "averag" in n)]:
             tensor.add_(0.01)
     save_bayesian(model, tmp_path / "own")
     model.save_pretrained(tmp_path / "host")
     for folder in ("own", "host"):
-        fresh = load_bayesian(build("bert", "sdpa"), tmp_path / folder)
+        fresh = load_bayesian(build("bert", "sdpa"), tmp_path / folder, **attention_options(choice(variant)))
         added = {name: value for name, value in model.state_dict().items() if ".bayes." in name}
         loaded = fresh.state_dict()
         assert len(added) > 2
         assert all(torch.equal(value, loaded[name]) for name, value in added.items())
         assert conversion_report(fresh).added_parameters == conversion_report(model).added_parameters
-    with pytest.raises(RuntimeError, match="the checkpoint's attention is AttentionChoice"):
-        bayesianize(build("bert", "sdpa"), AttentionChoice("hard-gumbel")).load_state_dict(model.state_dict(), strict=False)
+    with pytest.raises(RuntimeError, match=r"the checkpoint's attention is \{'weights'"):
+        bayesianize(build("bert", "sdpa"), **attention_options(AttentionChoice("hard-gumbel"))).load_state_dict(
+            model.state_dict(), strict=False
+        )
 
 
 def test_checkpoints_of_plain_configs_load_into_choices_and_back():
-    plain, chosen = (bayesianize(build("bert", "sdpa"), kind("BAM-WC")) for kind in (ba.AttentionConfig, AttentionChoice))
+    plain, chosen = (
+        bayesianize(build("bert", "sdpa"), **attention_options(kind("BAM-WC")))
+        for kind in (ba.AttentionConfig, AttentionChoice)
+    )
     chosen.load_state_dict(plain.state_dict())
     plain.load_state_dict(chosen.state_dict())
 
 
 def test_windows_of_an_image_are_charged_with_the_loss_of_their_image():
-    model = bayesianize(build("swin", "sdpa").train(), AttentionChoice("hard-reinforce", baseline="none"))
+    model = bayesianize(
+        build("swin", "sdpa").train(), **attention_options(AttentionChoice("hard-reinforce", baseline="none"))
+    )
     inputs = ARCHITECTURES["swin"].inputs(False)
     first = model.swin.encoder.layers[0].blocks[0].attention
     noted = []
@@ -162,7 +170,9 @@ def test_windows_of_an_image_are_charged_with_the_loss_of_their_image():
 
 
 def test_the_trainer_trains_hard_attention(tmp_path):
-    model = bayesianize(build("bert", "sdpa"), AttentionChoice("hard-reinforce", baseline="self-critical"))
+    model = bayesianize(
+        build("bert", "sdpa"), **attention_options(AttentionChoice("hard-reinforce", baseline="self-critical"))
+    )
     rows = [{"input_ids": torch.randint(3, 61, (6,)), "labels": torch.tensor(i % 2)} for i in range(8)]
     arguments = hf.TrainingArguments(
         str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", max_steps=2,
@@ -180,7 +190,7 @@ def test_layers_of_a_graph_take_rivals(kind, variant):
     model = LAYERS[kind](4, 5, heads=2, dropout=0.1).eval()
     x = torch.randn(5, 4)
     before = model(x, GRAPH)
-    bayesianize(model, AttentionChoice(variant))
+    bayesianize(model, **attention_options(AttentionChoice(variant)))
     if variant != "gaussian-weights":
         assert torch.equal(model(x, GRAPH), before)
     model.train()
@@ -194,7 +204,7 @@ def test_layers_of_a_graph_take_rivals(kind, variant):
 
 @pytest.mark.parametrize("variant", ["hard-gumbel", "hard-reinforce", "mc-dropout"])
 def test_rivals_run_where_pyg_passes_the_messages(variant):
-    model = bayesianize(GATConv(4, 5, heads=2, aggr="mean"), AttentionChoice(variant))
+    model = bayesianize(GATConv(4, 5, heads=2, aggr="mean"), **attention_options(AttentionChoice(variant)))
     x = torch.randn(5, 4)
     with_score_function(model, lambda: model(x, GRAPH).square().sum().view(1)).sum().backward()
     assert_finite(*(parameter.grad for parameter in model.parameters()))
@@ -208,53 +218,72 @@ def test_latent_alignments_are_refused_before_anything_changes(variant):
     model = build("bert", "sdpa")
     before = [(name, type(module)) for name, module in model.named_modules()]
     with pytest.raises(ValueError, match=f"variant is '{variant}', which needs the likelihood"):
-        bayesianize(model, AttentionChoice(variant))
+        bayesianize(model, **attention_options(AttentionChoice(variant)))
     assert [(name, type(module)) for name, module in model.named_modules()] == before
 
 
 def test_the_sampled_kl_is_refused_for_the_layers_of_a_graph_before_anything_changes():
     model = GATConv(4, 5)
-    with pytest.raises(ValueError, match=r"GATConv .*sampled_kl is True"):
-        bayesianize(model, choice("sampled-kl"))
+    with pytest.raises(ValueError, match=r"GATConv\) cannot be converted: BAM-WC does not run on edges"):
+        bayesianize(model, **attention_options(choice("sampled-kl")))
     assert type(model) is GATConv
 
 
 @pytest.mark.parametrize("backend", ["triton", "csr"])
 def test_a_backend_asked_for_by_name_is_refused(backend):
     with pytest.raises(ValueError, match=f"backend is '{backend}', but hard-gumbel has no kernel; allowed here: 'auto' or"):
-        BayesianGATConv(4, 5, config=AttentionChoice("hard-gumbel"), backend=backend)
-    layer = bayesianize(GATConv(4, 5), AttentionChoice("hard-gumbel"))
+        BayesianGATConv(4, 5, **attention_options(AttentionChoice("hard-gumbel")), backend=backend)
+    layer = bayesianize(GATConv(4, 5), **attention_options(AttentionChoice("hard-gumbel")))
     layer.backend = backend
     with pytest.raises(ValueError, match=f"backend is '{backend}'"):
         layer(torch.randn(5, 4), GRAPH)
 
 
 def test_losses_of_nodes_are_refused_because_choices_are_shared():
-    model = bayesianize(GATConv(4, 5), AttentionChoice("hard-reinforce"))
+    model = bayesianize(GATConv(4, 5), **attention_options(AttentionChoice("hard-reinforce")))
     with pytest.raises(ValueError, match=r"losses of shape \(5,\), but attention chose for 1 examples; allowed: .* a graph"):
         with_score_function(model, lambda: model(torch.randn(5, 4), GRAPH).square().sum(dim=1))
 
 
 def test_noise_on_sums_is_refused_where_pyg_makes_them_or_sees_a_part_of_the_graph():
-    model = bayesianize(GATConv(4, 5, aggr="mean"), AttentionChoice("gaussian-context"))
-    with pytest.raises(ValueError, match="variant is 'gaussian-context', which has to see the sums"):
+    model = bayesianize(GATConv(4, 5, aggr="mean"), **attention_options(AttentionChoice("gaussian-context")))
+    with pytest.raises(ValueError, match="weights are 'gaussian-context', whose KL needs the sums"):
         model(torch.randn(5, 4), GRAPH)
-    with pytest.raises(ValueError, match="variant is 'gaussian-context', whose KL is of the whole graph"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="weights are 'gaussian-context', whose KL is of the whole graph"):  # noqa: SIM117
         with neighbor_batch(model, batch_size=2, num_nodes=5):
             pass
 
 
 def test_generation_with_a_noise_seed_is_refused():
-    model = bayesianize(build("llama", "sdpa"), AttentionChoice("hard-gumbel"))
-    with pytest.raises(ValueError, match="variant is 'hard-gumbel', whose noise belongs to no sequence; allowed"):
+    model = bayesianize(build("llama", "sdpa"), **attention_options(AttentionChoice("hard-gumbel")))
+    with pytest.raises(ValueError, match="weights are 'hard-gumbel', whose noise belongs to no sequence; allowed"):
         generate(model, {"input_ids": torch.tensor([[3, 4]])}, num_samples=2, seed=0, max_new_tokens=2)
 
 
 def test_values_of_another_width_than_keys_are_refused_by_name():
-    model = bayesianize(Caller(), AttentionChoice("gaussian-context"))
+    model = bayesianize(Caller(), **attention_options(AttentionChoice("gaussian-context")))
     model.value = nn.Linear(6, 6)
     x = torch.randn(2, 3, 6)
     q, k, v = model.query(x).view(2, 3, 4, 5), model.key(x).view(2, 3, 2, 5), model.value(x).view(2, 3, 2, 3)
     options = {"mask": None, "bias": None, "is_causal": False, "scale": 1.0, "dropout_p": 0.0}
     with pytest.raises(ValueError, match="the context has 3 features; allowed for this gaussian-context: 5"):
         model.bayes.attend(*(y.transpose(1, 2) for y in (q, k, v)), **options)
+
+
+def test_files_with_custom_weights_need_what_built_them(tmp_path):
+    options = {
+        name: attention_options(AttentionChoice("hard-gumbel", temperature=t)) for name, t in (("a", 0.5), ("b", 0.7))
+    }
+    save_bayesian(bayesianize(build("bert", "sdpa"), **options["a"]), tmp_path / "custom")
+    save_bayesian(bayesianize(build("bert", "sdpa"), ba.AttentionConfig("BAM-WC")), tmp_path / "plain")
+    model = build("bert", "sdpa")
+    with pytest.raises(
+        ValueError, match=r"saved with custom weights .*'hard-gumbel'.*load_bayesian\(model, folder, weights="
+    ):
+        load_bayesian(model, tmp_path / "custom")
+    with pytest.raises(ValueError, match=r"has the custom weights .*0.7.* in the model and .*0.5.* in the file"):
+        load_bayesian(model, tmp_path / "custom", **options["b"])
+    with pytest.raises(ValueError, match=r"weights is given, and .* was saved with a config"):
+        load_bayesian(model, tmp_path / "plain", **options["a"])
+    assert not conversion_report(model).converted
+    assert conversion_report(load_bayesian(model, tmp_path / "custom", **options["a"])).rows[0].variant == "hard-gumbel"

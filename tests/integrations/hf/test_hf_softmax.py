@@ -12,7 +12,7 @@ from zoo import ARCHITECTURES, BATCH, LENGTH, build, run
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize
-from bayesattn_recipes.baselines import AttentionChoice
+from bayesattn_recipes.baselines import AttentionChoice, attention_options
 
 CONFIG = ba.AttentionConfig("BAM-WC")
 NAMES = ("deberta_v2", "mpnet", "gptj", "bloom", "falcon", "falcon, new architecture", "falcon, ALiBi")
@@ -141,8 +141,8 @@ def test_keys_repeated_for_all_heads_get_a_prior_for_each():
 
 
 def test_rivals_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"MPNetSelfAttention .*hard-gumbel needs the values"):
-        bayesianize(build("mpnet"), AttentionChoice("hard-gumbel"))
+    with pytest.raises(ValueError, match=r"MPNetSelfAttention\) .*hard-gumbel needs the values"):
+        bayesianize(build("mpnet"), **attention_options(AttentionChoice("hard-gumbel")))
 
 
 def test_a_subclass_is_refused_by_name():

@@ -13,7 +13,13 @@ from bayesattn.functional import Edges
 from bayesattn.nn import MultiheadAttention, TransformerEncoderLayer
 from bayesattn.noise.keyed import keyed_noise
 from bayesattn.ops.segment import csr, plain
-from bayesattn_recipes.baselines import AttentionChoice, RivalAttention, build_weights, with_score_function
+from bayesattn_recipes.baselines import (
+    AttentionChoice,
+    RivalAttention,
+    attention_options,
+    build_weights,
+    with_score_function,
+)
 from bayesattn_recipes.baselines.rows import DenseRows, EdgeRows
 from helpers import REDUCTIONS, assert_finite, assert_within_standard_errors
 
@@ -26,7 +32,7 @@ VARIATIONAL = ("variational-exact", "variational-enum", "variational-sample", "v
 def attention(variant, embed_dim=12, heads=3, dropout=0.0, **options) -> MultiheadAttention:
     torch.manual_seed(5)
     config = AttentionChoice(variant, **options)
-    return MultiheadAttention(embed_dim, heads, dropout=dropout, batch_first=True, config=config)
+    return MultiheadAttention(embed_dim, heads, dropout=dropout, batch_first=True, **attention_options(config))
 
 
 def tokens(b=2, m=5, embed_dim=12, dtype=torch.float32):
@@ -43,7 +49,7 @@ PADDING = torch.tensor([[False] * 5, [False, False, True, True, True]])
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_eval_mode_is_torchs_module_bit_for_bit(variant, need_weights):
     ours, stock = attention(variant).eval(), nn.MultiheadAttention(12, 3, batch_first=True).eval()
-    own = {name: value for name, value in ours.state_dict().items() if "bayes_rival" not in name}
+    own = {name: value for name, value in ours.state_dict().items() if "bayes_weights" not in name}
     stock.load_state_dict(own)
     x, options = tokens(), {"key_padding_mask": PADDING, "need_weights": need_weights}
     with torch.no_grad():
@@ -65,7 +71,7 @@ def test_training_gives_every_parameter_a_gradient_and_padding_none(variant):
 
     with record_kl() as kl:
         loss = with_score_function(layer, losses).sum()
-    assert (len(kl) > 0) == layer.config.has_kl
+    assert (len(kl) > 0) == AttentionChoice(variant, **options).has_kl
     (loss + kl.total()).backward()
     # keys that follow no query: padding
     assert_finite(x.grad, *(parameter.grad for parameter in layer.parameters()))
@@ -76,7 +82,7 @@ def test_training_gives_every_parameter_a_gradient_and_padding_none(variant):
 
 @pytest.mark.parametrize("variant", ["hard-reinforce", "hard-gumbel", "gaussian-context", "gaussian-weights"])
 def test_sampling_draws_in_eval_mode_inside_torchs_encoder(variant):
-    layer = TransformerEncoderLayer(12, 3, 16, 0.0, batch_first=True, config=AttentionChoice(variant)).eval()
+    layer = TransformerEncoderLayer(12, 3, 16, 0.0, batch_first=True, **attention_options(AttentionChoice(variant))).eval()
     with torch.no_grad(), sampling(layer):
         assert not torch.equal(layer(tokens()), layer(tokens()))
     assert torch.equal(layer(tokens()), layer(tokens()))
@@ -111,8 +117,8 @@ def test_own_variants_of_a_choice_are_those_of_a_plain_config_bit_for_bit(varian
     results = []
     for config in (AttentionConfig(variant), AttentionChoice(variant)):
         torch.manual_seed(3)
-        layer = MultiheadAttention(12, 3, batch_first=True, dropout=0.1, config=config)
-        assert layer.bayes_rival is None
+        layer = MultiheadAttention(12, 3, batch_first=True, dropout=0.1, **attention_options(config))
+        assert layer.bayes_weights is None
         x = tokens().requires_grad_()
         with record_kl() as kl:
             output = layer(x, x, x, need_weights=False)[0]
@@ -127,7 +133,7 @@ def test_own_variants_of_a_choice_are_those_of_a_plain_config_bit_for_bit(varian
 def test_sampled_kl_of_many_heads_estimates_the_closed_form(variant):
     options = {"weibull_k": 3.0, "kl_reduction": "sum"}
     ours, closed = attention(variant, sampled_kl=True, **options), attention(variant, **options)
-    state = {name.replace("bayes_rival.weights.", ""): value for name, value in ours.state_dict().items()}
+    state = {name.replace("bayes_weights.weights.", ""): value for name, value in ours.state_dict().items()}
     closed.load_state_dict(state)
     x, padding = tokens()[1:].expand(4001, 5, 12), PADDING[1:].expand(4001, 5)
     with torch.no_grad():
@@ -348,14 +354,11 @@ def test_of_equally_large_edges_one_is_chosen():
 def test_latent_alignments_are_refused_by_modules_of_many_heads(variant):
     message = f"variant is '{variant}', which needs the likelihood .* every single key, .*allowed here: .*'mc-dropout'$"
     with pytest.raises(ValueError, match=message):
+        attention_options(AttentionChoice(variant))
+    with pytest.raises(ValueError, match=f"variant is '{variant}', which this module cannot run"):
         MultiheadAttention(12, 3, config=AttentionChoice(variant))
 
 
 def test_the_sampled_kl_is_refused_on_edges():
     with pytest.raises(ValueError, match=r"sampled_kl is True, .*; allowed on edges: False"):
-        AttentionChoice("BAM-WC", sampled_kl=True).check_layers(on_edges=True)
-
-
-def test_a_plain_config_builds_no_rival():
-    with pytest.raises(ValueError, match="variant is 'BAM-WC', which is no rival; allowed"):
-        AttentionConfig("BAM-WC").build_rival(head_dim=3, num_heads=2)
+        attention_options(AttentionChoice("BAM-WC", sampled_kl=True), on_edges=True)

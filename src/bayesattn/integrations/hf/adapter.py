@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bayesattn.config import AttentionConfig
-from bayesattn.convert.attributes import key_dim, num_key_heads
+from bayesattn.convert.attributes import key_dim, sizes
 from bayesattn.convert.hosted import CHILD_NAME, Batch, HostedAttention
 from bayesattn.integrations.hf.attention import ATTENTION_NAME, IMPLEMENTATIONS, HFAttention
-from bayesattn.nn import BayesianModule
+from bayesattn.nn import AttentionWeights, BayesianModule
 
 _BATCH_NAME = "_bayes_batch"
 
@@ -35,19 +35,25 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
     }
 
 
-def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
+def refusal(weights: AttentionWeights) -> None:
+    """Refuse no custom weights: scores, keys and values are all there."""
+    return
+
+
+def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Give the module a Bayesian child and a config that names our attention function."""
     module = model.get_submodule(name)
-    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    head_dim, heads, device, dtype = sizes(module)
     child = HFAttention(
         module.config,
         _eager_function(module),
         config,
-        key_dim=key_dim(module),
-        num_heads=num_key_heads(module) or 1,
+        key_dim=head_dim,
+        num_heads=heads,
         name=name,
-        device=like.device,
-        dtype=like.dtype,
+        weights=weights,
+        device=device,
+        dtype=dtype,
     )
     child.batch = batch_of(model, name)
     module.add_module(CHILD_NAME, child.train(module.training))

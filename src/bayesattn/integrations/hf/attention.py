@@ -19,6 +19,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import combine_bias, key_padding, split_mask
+from bayesattn.nn import AttentionWeights
 
 # neither "sdpa" nor "flash" nor "flex_attention" may occur in it: transformers would run their support checks
 ATTENTION_NAME = "bayesattn"
@@ -40,22 +41,24 @@ class HFAttention(HostedAttention):
     Args:
         host_config: The config object the module had; names the implementation that runs when nothing is sampled.
         eager: `eager_attention_forward` of the module's file, which is not in the registry.
-        config, key_dim, num_heads, name: As in `HostedAttention`.
+        config, key_dim, num_heads, name, weights: As in `HostedAttention`.
     """
 
     def __init__(
         self,
         host_config: Any,
         eager: Callable,
-        config: AttentionConfig,
+        config: AttentionConfig | None,
         *,
         key_dim: int | None,
         num_heads: int,
         name: str,
+        weights: AttentionWeights | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config, key_dim=key_dim, num_heads=num_heads, name=name, device=device, dtype=dtype)
+        sizes = {"key_dim": key_dim, "num_heads": num_heads, "device": device, "dtype": dtype}
+        super().__init__(config, name=name, weights=weights, **sizes)
         self.host_config = host_config
         self.eager = eager
 
@@ -86,7 +89,7 @@ def bayesian_attention(
     if child.is_idle:
         return _host_forward(module, child, query, key, value, attention_mask, kwargs)
     arguments = _score_arguments(module, child, query, key, attention_mask, kwargs)
-    if not child.is_sampling and child.bayes_rival is None:
+    if not child.is_sampling and child.bayes_weights is None:
         output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
         # the registry's functions return heads after queries
         heads = child.finish_mean(output.transpose(1, 2), query, key, value, **arguments)

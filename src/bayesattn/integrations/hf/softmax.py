@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
-from bayesattn.convert.attributes import dropout_rate, key_dim, num_key_heads
+from bayesattn.convert import attributes
+from bayesattn.convert.attributes import Sizes, dropout_rate
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
 from bayesattn.convert.sdpa import SampledAttention
 from bayesattn.integrations.hf.adapter import batch_of, release_batch
-from bayesattn.nn import BayesianModule
+from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.ops.common.precision import without_autocast
 
 # classes whose `forward` multiplies queries with keys, then takes one softmax over the scores (Falcon: or calls torch's
@@ -52,14 +53,23 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
     }
 
 
-def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
-    """Attach the Bayesian part as a child and swap the class."""
-    module: Any = model.get_submodule(name)
-    like = next(p for p in module.parameters() if p.is_floating_point())
+def sizes(module: Any) -> Sizes:
+    """Return the sizes of a module."""
     # Falcon's new architecture repeats its keys for all heads before it multiplies
-    heads = module.num_heads if getattr(module, "new_decoder_architecture", False) else num_key_heads(module)
-    sizes = {"key_dim": key_dim(module), "num_heads": heads or 1}
-    child = HostedAttention(config, **sizes, name=name, device=like.device, dtype=like.dtype)
+    return attributes.sizes(module, None, module.num_heads if getattr(module, "new_decoder_architecture", False) else None)
+
+
+def refusal(weights: AttentionWeights) -> str:
+    """Refuse all custom weights."""
+    return f"{weights.name} needs the values, and of attention outside the registry only the scores are seen"
+
+
+def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
+    """Attach the Bayesian part as a child and swap the class."""
+    assert weights is None, "refused"
+    module: Any = model.get_submodule(name)
+    head_dim, heads, device, dtype = sizes(module)
+    child = HostedAttention(config, key_dim=head_dim, num_heads=heads, name=name, device=device, dtype=dtype)
     child.batch = batch_of(model, name)
     module.add_module(CHILD_NAME, child.train(module.training))
     module.__class__ = _intercepting(type(module))
@@ -86,8 +96,6 @@ def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
         )
     if hasattr(module, CHILD_NAME):
         return f"it has an attribute {CHILD_NAME!r} of its own"
-    if config.is_rival:
-        return f"{config.variant} needs the values, and of attention outside the registry only the scores are seen"
     if next(module.parameters()).is_meta:
         return "its parameters are on the meta device"
     return None

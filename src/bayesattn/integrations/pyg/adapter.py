@@ -7,10 +7,12 @@ from torch import nn
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 
 from bayesattn.config import AttentionConfig
+from bayesattn.convert import attributes
+from bayesattn.convert.attributes import Sizes
 from bayesattn.convert.multihead import become_bayesian, become_plain
 from bayesattn.integrations.pyg.layers import BayesianGATConv, BayesianGATv2Conv
 from bayesattn.integrations.pyg.transformer import BayesianTransformerConv
-from bayesattn.nn import BayesianModule
+from bayesattn.nn import AttentionWeights, BayesianModule
 
 _BAYESIAN: dict[type[nn.Module], type[BayesianModule]] = {
     GATConv: BayesianGATConv,
@@ -28,25 +30,27 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
             continue
         if type(module) in _BAYESIAN:
             explains = getattr(module, "_explain", None)
-            found[name] = "it is being explained; end the explanation first" if explains else _refusal(config)
+            found[name] = "it is being explained; end the explanation first" if explains else None
         elif _has_softmax(type(module)):
             allowed = ", ".join(plain.__name__ for plain in _BAYESIAN)
             found[name] = f"its class has no Bayesian counterpart; allowed: {allowed}, not their subclasses"
     return found
 
 
-def _refusal(config: AttentionConfig) -> str | None:
-    try:
-        config.check_layers(on_edges=True)
-    except ValueError as error:
-        return str(error)
-    return None
+def sizes(module: Any) -> Sizes:
+    """Return the sizes of a layer."""
+    return attributes.sizes(module, module.out_channels, module.heads)
 
 
-def attach(model: nn.Module, name: str, config: AttentionConfig) -> None:
+def refusal(weights: AttentionWeights) -> str | None:
+    """Refuse custom weights that are written for dense scores alone."""
+    return None if weights.runs_on_edges else f"{weights.name} does not run on edges"
+
+
+def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Turn the layer into its Bayesian counterpart."""
     layer: Any = model.get_submodule(name)
-    become_bayesian(layer, _BAYESIAN[type(layer)], config, name, key_dim=layer.out_channels, num_heads=layer.heads)
+    become_bayesian(layer, _BAYESIAN[type(layer)], sizes(layer), config, weights, name)
 
 
 def bayesian_part(module: nn.Module) -> BayesianModule | None:

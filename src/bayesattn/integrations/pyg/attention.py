@@ -23,7 +23,7 @@ from bayesattn import checks
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, Edges, PriorScope, edge_attention
 from bayesattn.integrations.pyg.batches import SeedRows
-from bayesattn.nn import BayesianModule
+from bayesattn.nn import AttentionWeights, BayesianModule, WeightsFactory
 from bayesattn.ops.common.precision import upcast, without_autocast
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference
@@ -102,20 +102,24 @@ class EdgeAttentionModule(BayesianModule):
     decomposed_layers: int
 
     def _init_edge_attention(
-        self, config: AttentionConfig, prior_scope: PriorScope, backend: EdgeBackend, value_dropout: float
+        self,
+        config: AttentionConfig | None,
+        weights: AttentionWeights | WeightsFactory | None,
+        prior_scope: PriorScope,
+        backend: EdgeBackend,
+        value_dropout: float,
     ) -> None:
         checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
         checks.choice("backend", backend, EDGE_BACKENDS)
         checks.probability("value_dropout", value_dropout)
         self.prior_scope, self.backend, self.value_dropout = prior_scope, backend, value_dropout
-        self.init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads)
+        self.init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads, weights=weights)
         self._check_backend()
 
     def _check_backend(self) -> None:
-        if self.bayes_rival is not None and self.backend not in ("auto", "reference"):
-            raise ValueError(
-                f"backend is {self.backend!r}, but {self.config.variant} has no kernel; allowed here: 'auto' or 'reference'"
-            )
+        if self.bayes_weights is not None and self.backend not in ("auto", "reference"):
+            name = self.bayes_weights.name
+            raise ValueError(f"backend is {self.backend!r}, but {name} has no kernel; allowed here: 'auto' or 'reference'")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -146,7 +150,7 @@ class EdgeAttentionModule(BayesianModule):
     def _takes_parts(self, on_cuda: bool) -> bool:
         """Whether `functional.edge_attention` gets the scores as they come, and may run kernels."""
         runs_kernels = self.backend == "triton" or (self.backend == "auto" and on_cuda)
-        return runs_kernels and self.bayes_rival is None and self.seed_rows is None
+        return runs_kernels and self.bayes_weights is None and self.seed_rows is None
 
     def _open(self, edge_index: Any, num_sources: int, num_targets: int) -> Call:
         """Find the edges of this call and decide who sums over them."""
@@ -169,9 +173,9 @@ class EdgeAttentionModule(BayesianModule):
     ) -> reference.EdgeAttention:
         """Return output and weights of one draw, in the order of the call's edges, and record its KL."""
         edges, needs_kl = call.edges, self.needs_kl
-        if self.bayes_rival is not None:
+        if self.bayes_weights is not None:
             self._check_backend()
-            result = self.bayes_rival.on_edges(
+            result = self.bayes_weights.on_edges(
                 scores, self._drop_value(value), edges, call.ops, dropout_p=self.dropout_now(dropout)
             )
             return result._replace(output=self.record(result.output, result.kl))
@@ -199,14 +203,14 @@ class EdgeAttentionModule(BayesianModule):
         """Return weights alone, where PyG passes the messages, and keep the scores for `_record_messages`."""
         assert self._call is not None
         edges = self._call.edges
-        if self.bayes_rival is not None:
-            if self.config.has_kl:
+        if self.bayes_weights is not None:
+            if self.bayes_weights.has_kl:
                 raise ValueError(
-                    f"variant is {self.config.variant!r}, which has to see the sums of a layer whose messages PyG passes "
+                    f"weights are {self.bayes_weights.name!r}, whose KL needs the sums of a layer whose messages PyG passes "
                     "itself (hooks, explanations, sparse matrices, another aggregation than the sum); allowed there: "
-                    "'hard-reinforce', 'hard-gumbel', 'mc-dropout'"
+                    "weights without a KL"
                 )
-            return self.bayes_rival.edge_weights(scores, edges, plain).to(scores.dtype)
+            return self.bayes_weights.edge_weights(scores, edges, plain).to(scores.dtype)
         with without_autocast(scores.device.type):
             phi = upcast(scores)
             self._call.scores = phi
@@ -236,8 +240,8 @@ class EdgeAttentionModule(BayesianModule):
             return by_head.sum().view(1) / (self.seed_rows.entries(self.config) * heads)
 
     def _drop_weights(self, weights: Tensor, p: float) -> Tensor:
-        p = self.dropout_now(p)
-        return F.dropout(weights, p) if self.bayes_rival is None else self.bayes_rival.drop(weights, p)
+        has_own = self.bayes_weights is not None and self.bayes_weights.has_own_dropout
+        return weights if has_own else F.dropout(weights, self.dropout_now(p))
 
     def _drop_value(self, value: Tensor) -> Tensor:
         return F.dropout(value, self.dropout_now(self.value_dropout)) if self.value_dropout else value

@@ -89,9 +89,10 @@ def neighbor_batch(model: nn.Module, *, batch_size: int, num_nodes: int, num_edg
     for layer in layers:
         if layer.bayes_prior is not None and layer.prior_scope == "graph":
             raise ValueError("prior_scope is 'graph', which a batch does not see; allowed in batches: 'neighbourhood'")
-        if layer.config.is_rival and layer.config.has_kl:
+        custom = layer.bayes_weights
+        if custom is not None and custom.has_kl:
             raise ValueError(
-                f"variant is {layer.config.variant!r}, whose KL is of the whole graph; allowed in batches: without a KL"
+                f"weights are {custom.name!r}, whose KL is of the whole graph; allowed in batches: without a KL"
             )
     try:
         for layer in layers:

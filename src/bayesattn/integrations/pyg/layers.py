@@ -22,6 +22,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend, PriorScope
 from bayesattn.integrations.pyg.attention import Call, EdgeAttentionModule, sorted_edges
+from bayesattn.nn import AttentionWeights, WeightsFactory
 from bayesattn.ops.segment import plain
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 
@@ -112,6 +113,7 @@ class BayesianGATConv(_PairLayer, GATConv):
         bias: Learn an additive bias.
         residual: Add a learned skip connection.
         config: Which posterior and prior.
+        weights: Instead of a config, what takes the place of softmax and average (`bayesattn/nn/custom_weights.py`).
         prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
         value_dropout: Dropout of the averaged features.
         backend: Of `functional.edge_attention`.
@@ -138,7 +140,8 @@ class BayesianGATConv(_PairLayer, GATConv):
         bias: bool = True,
         residual: bool = False,
         *,
-        config: AttentionConfig,
+        config: AttentionConfig | None = None,
+        weights: AttentionWeights | WeightsFactory | None = None,
         prior_scope: PriorScope = "graph",
         value_dropout: float = 0.0,
         backend: EdgeBackend = "auto",
@@ -148,7 +151,7 @@ class BayesianGATConv(_PairLayer, GATConv):
             in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
             residual, **kwargs,
         )  # fmt: skip
-        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+        self._init_edge_attention(config, weights, prior_scope, backend, value_dropout)
 
     def forward(self, x, edge_index, edge_attr=None, size=None, return_attention_weights=None):
         """As PyG's."""
@@ -218,6 +221,7 @@ class BayesianGATv2Conv(_PairLayer, GATv2Conv):
         share_weights: One projection for sources and targets.
         residual: Add a learned skip connection.
         config: Which posterior and prior.
+        weights: Instead of a config, what takes the place of softmax and average (`bayesattn/nn/custom_weights.py`).
         prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
         value_dropout: Dropout of the averaged features.
         backend: Of `functional.edge_attention`.
@@ -239,7 +243,8 @@ class BayesianGATv2Conv(_PairLayer, GATv2Conv):
         share_weights: bool = False,
         residual: bool = False,
         *,
-        config: AttentionConfig,
+        config: AttentionConfig | None = None,
+        weights: AttentionWeights | WeightsFactory | None = None,
         prior_scope: PriorScope = "graph",
         value_dropout: float = 0.0,
         backend: EdgeBackend = "auto",
@@ -249,7 +254,7 @@ class BayesianGATv2Conv(_PairLayer, GATv2Conv):
             in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
             share_weights, residual, **kwargs,
         )  # fmt: skip
-        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+        self._init_edge_attention(config, weights, prior_scope, backend, value_dropout)
 
     def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
         """As PyG's."""

@@ -9,6 +9,7 @@ from torch_geometric.nn import MessagePassing, TransformerConv
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend, PriorScope
 from bayesattn.integrations.pyg.attention import EdgeAttentionModule
+from bayesattn.nn import AttentionWeights, WeightsFactory
 
 
 class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
@@ -25,6 +26,7 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         bias: Learn an additive bias.
         root_weight: Add a learned skip connection.
         config: Which posterior and prior.
+        weights: Instead of a config, what takes the place of softmax and average (`bayesattn/nn/custom_weights.py`).
         prior_scope: `graph` or `neighbourhood`; see the top of `layers.py`, as for the next two.
         value_dropout: Dropout of the averaged features.
         backend: Of `functional.edge_attention`.
@@ -43,14 +45,15 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         bias: bool = True,
         root_weight: bool = True,
         *,
-        config: AttentionConfig,
+        config: AttentionConfig | None = None,
+        weights: AttentionWeights | WeightsFactory | None = None,
         prior_scope: PriorScope = "graph",
         value_dropout: float = 0.0,
         backend: EdgeBackend = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs)
-        self._init_edge_attention(config, prior_scope, backend, value_dropout)
+        self._init_edge_attention(config, weights, prior_scope, backend, value_dropout)
 
     def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
         """As PyG's."""

@@ -1,0 +1,119 @@
+"""Attention weights of your own in the modules of this library: what an object must have to replace softmax and average.
+
+    ba.nn.MultiheadAttention(64, 4, weights=MyWeights)            # a class or function that builds the object, or the object
+    ba.bayesianize(model, weights=MyWeights)                      # built once per attention module
+
+Attention modules compute the scores Φ and hold the object as their child `bayes_weights`. While it `is_idle` they run
+deterministic attention, fused kernels included; otherwise scores and values go to the object. The KL that it returns is
+recorded by the module, under the module's name.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from bayesattn.functional import EdgeAttention, Edges
+
+
+@runtime_checkable
+class AttentionWeights(Protocol):
+    """An `nn.Module` that turns scores into weights and output.
+
+    To be switched by `sampling(model)` it, or a child of it, has to be a `nn.BayesianModule`; its parameters are trained,
+    saved and moved with the module that holds it.
+
+    Attributes:
+        name: What errors, reports and saved files call it.
+        has_kl: Whether calls return a KL inside `record_kl()`.
+        kl_reduction: How that KL sums over queries and keys, as in `AttentionConfig`.
+        has_own_dropout: Whether it drops weights itself, so that `dropout_p` is not for it.
+        runs_on_edges: Whether it has `on_edges` and `edge_weights`; without them graph layers refuse it.
+        is_idle: Whether the next call would be soft attention: nothing drawn, no KL.
+    """
+
+    name: str
+    has_kl: bool
+    kl_reduction: str | None
+    has_own_dropout: bool
+    runs_on_edges: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next call would be soft attention."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """Return plain values that say what it is; `load_bayesian` compares them with the saved ones."""
+        ...
+
+    def __call__(
+        self,
+        scores: Float[Tensor, "b h m n"],
+        key: Float[Tensor, "b hk n d"],
+        value: Float[Tensor, "b hk n dv"],
+        *,
+        mask: Bool[Tensor, "..."] | None,
+        dropout_p: float,
+    ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"], Float[Tensor, " b"] | None]:
+        """Return output, weights and the KL of each example (None without one) from scores Φ; True in the mask: attend."""
+        ...
+
+    def on_edges(
+        self,
+        scores: Float[Tensor, "e h"],
+        value: Float[Tensor, "n h d"],
+        edges: Edges,
+        ops: ModuleType,
+        *,
+        dropout_p: float,
+    ) -> EdgeAttention:
+        """Return the same for the edges of a graph; `ops` has the sums over a node's edges that the layer uses itself."""
+        ...
+
+    def edge_weights(self, scores: Float[Tensor, "e h"], edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
+        """Return the weights of edges alone, before dropout, for layers whose messages PyG sums."""
+        ...
+
+
+# called with head_dim (None where a foreign module does not tell it), num_heads, device and dtype
+WeightsFactory = Callable[..., AttentionWeights]
+
+
+def build_weights(
+    weights: AttentionWeights | WeightsFactory | None,
+    *,
+    head_dim: int | None,
+    num_heads: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> AttentionWeights | None:
+    """Return the object itself, or what its factory builds for an attention module of these sizes; None for None.
+
+    Args:
+        weights: The object, or the factory.
+        head_dim: Features of a key of one head.
+        num_heads: Heads of the keys.
+        device: Of the module's parameters.
+        dtype: Of the module's parameters.
+    """
+    if weights is None:
+        return None
+    if not isinstance(weights, nn.Module):
+        if not callable(weights):
+            raise ValueError(f"weights is {type(weights).__name__}; allowed: an nn.Module, or a function that builds one")
+        factory = cast(WeightsFactory, weights)
+        weights = factory(head_dim=head_dim, num_heads=num_heads, device=device, dtype=dtype)
+    missing = [name for name in _MEMBERS if not hasattr(weights, name)]
+    if not isinstance(weights, nn.Module) or missing:
+        raise ValueError(
+            f"weights is a {type(weights).__name__} without {', '.join(missing) or 'nn.Module as its base'}; allowed: an "
+            "nn.Module with all that bayesattn.nn.AttentionWeights lists"
+        )
+    return cast(AttentionWeights, weights)
+
+
+_MEMBERS = ("name", "has_kl", "kl_reduction", "has_own_dropout", "runs_on_edges", "is_idle", "settings")
