@@ -36,6 +36,13 @@ def kl_weibull_gamma(
     return per_key - alpha * scores + torch.exp(scores + math.log(gamma_beta))
 
 
+def log_alpha_shift(has_prior: bool, alpha_form: str | None, *, gamma_alpha: float, gamma_beta: float) -> float:
+    """Return what ln α of the Gamma prior is beyond ln Ψ: ln β where α = βΨ, 0 where α = Ψ, and all of it without a Ψ."""
+    if not has_prior:
+        return math.log(gamma_alpha)
+    return math.log(gamma_beta) if alpha_form == "beta_psi" else 0.0
+
+
 def weibull_gamma_key_term(log_alpha: Float[Tensor, "*s"], *, weibull_k: float, gamma_beta: float) -> Float[Tensor, "*s"]:
     """Return the part of KL(Weibull ‖ Gamma) that does not depend on Φ: one number per key.
 

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from bayesattn import checks
 from bayesattn.batching import BatchDims, batch_axes, repeated, split_draws
-from bayesattn.metrics.disagreement import entropy
+from bayesattn.metrics.disagreement import entropy, information_of_draws
 from bayesattn.metrics.significance import top_two_p_value
 from bayesattn.nn import BayesianModule
 from bayesattn.noise.keyed import example_seeds, keyed_noise
@@ -127,8 +127,7 @@ class Prediction:
     @cached_property
     def mutual_information(self) -> Float[Tensor, "b *t"]:
         """Entropy of the mean minus mean entropy: the part that the draws disagree about."""
-        task = self._class_task("mutual_information")
-        return (self.entropy - entropy(self.samples, task=task).mean(dim=0)).clamp(min=0.0)
+        return information_of_draws(self.samples, task=self._class_task("mutual_information"))
 
     @cached_property
     def p_value(self) -> Float[Tensor, " b"]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
-from bayesattn.ops.common.precision import upcast
 from bayesattn.ops.prior.nodes import NodePrior
+from bayesattn.precision import upcast
 
 # the fused network holds a block of keys and the whole first matrix in registers
 LARGEST_KEY_DIM, LARGEST_HIDDEN_DIM = 256, 64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bayesattn.ops.common.precision import saturate, shared, upcast
+from bayesattn.precision import saturate, shared, upcast
 
 UPSTREAM = torch.tensor([1.5, -3e4, 1e5, -1e9, float("inf")])
 

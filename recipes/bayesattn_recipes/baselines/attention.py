@@ -16,12 +16,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.functional import Edges
+from bayesattn.functional import EdgeAttention, Edges
+from bayesattn.functional.parts import expand_heads
 from bayesattn.kl import is_observing_entropy, note_entropy
 from bayesattn.nn import BayesianModule
-from bayesattn.ops.attention.reference import expand_heads
-from bayesattn.ops.common.precision import upcast, without_autocast
-from bayesattn.ops.segment.reference import EdgeAttention
+from bayesattn.precision import upcast, without_autocast
 from bayesattn_recipes.baselines.config import AttentionChoice
 from bayesattn_recipes.baselines.gaussian import GaussianContext
 from bayesattn_recipes.baselines.module import RivalWeights

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Gamma
 
 from bayesattn import noise
-from bayesattn.ops.attention.masking import masked_softmax
+from bayesattn.functional.parts import masked_softmax
 
 # Deng et al. keep the scores in this range before they take the exponential
 LARGEST_SCORE = 10.0

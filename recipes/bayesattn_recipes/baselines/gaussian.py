@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from bayesattn.ops.common.precision import upcast
+from bayesattn.precision import upcast
 from bayesattn_recipes.baselines.config import AttentionChoice
 from bayesattn_recipes.baselines.module import RivalModule, RivalWeights
 from bayesattn_recipes.baselines.rows import DenseRows, Rows

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn.nn import BayesianModule
-from bayesattn.ops.common.precision import upcast
+from bayesattn.precision import upcast
 from bayesattn_recipes.baselines.config import AttentionChoice
 from bayesattn_recipes.baselines.rows import DenseRows, Rows
 

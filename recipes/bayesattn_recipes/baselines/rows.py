@@ -24,10 +24,9 @@ from torch import Tensor
 
 from bayesattn import noise
 from bayesattn.functional import Edges
+from bayesattn.functional.parts import Allowed, masked_softmax, weighted_values
 from bayesattn.noise import keyed
-from bayesattn.ops.attention import reference
-from bayesattn.ops.attention.masking import Allowed, masked_softmax
-from bayesattn.ops.common.precision import upcast
+from bayesattn.precision import upcast
 from bayesattn_recipes.baselines import categorical
 
 
@@ -75,7 +74,7 @@ class DenseRows:
 
     def weigh(self, weights: Float[Tensor, "b h m n"], value: Float[Tensor, "b hk n d"]) -> Float[Tensor, "b h m d"]:
         """Return O = W V."""
-        return reference.weighted_values(weights, value)
+        return weighted_values(weights, value)
 
     @property
     def has_entry(self) -> Bool[Tensor, "..."] | None:

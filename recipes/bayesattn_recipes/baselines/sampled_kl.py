@@ -14,9 +14,8 @@ from torch import Tensor
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.distributions import log_gamma_1p_inverse, lognormal_log_sample, weibull_log_sample
+from bayesattn.functional.parts import Allowed, log_alpha, lognormal_location, masked_logsumexp, noisy_softmax
 from bayesattn.nn import BayesianWeights
-from bayesattn.ops.attention.kl import lognormal_location
-from bayesattn.ops.attention.masking import Allowed, masked_logsumexp, masked_softmax
 from bayesattn_recipes.baselines.config import AttentionChoice
 
 
@@ -45,11 +44,11 @@ def sampled_kl(
         k, beta = config.weibull_k, config.gamma_beta
         log_s = weibull_log_sample(phi, standard, weibull_k=k)
         log_scale = phi - log_gamma_1p_inverse(k)
-        log_alpha = _log_alpha(log_prior, allowed, config)
-        alpha = torch.exp(log_alpha)
+        log_a = log_alpha(log_prior, allowed, config, phi)
+        alpha = torch.exp(log_a)
         log_q = math.log(k) - k * log_scale + (k - 1.0) * log_s - standard
         # ln Γ(α) as ln Γ(1+α) − ln α, as everywhere: α may be tiny
-        log_p = alpha * math.log(beta) - torch.lgamma(1.0 + alpha) + log_alpha + (alpha - 1.0) * log_s
+        log_p = alpha * math.log(beta) - torch.lgamma(1.0 + alpha) + log_a + (alpha - 1.0) * log_s
         entries = log_q - log_p + torch.exp(log_s + math.log(beta))
     else:
         log_s = lognormal_log_sample(phi, standard, sigma_q=config.sigma_q)
@@ -60,14 +59,6 @@ def sampled_kl(
         entries = entries.masked_fill(~mask, 0.0)
     total = entries.flatten(1).sum(dim=1)
     return total if config.kl_reduction == "sum" else total / allowed.count(per_entry=config.kl_reduction == "mean")
-
-
-def _log_alpha(log_prior: Tensor | None, allowed: Allowed, config: AttentionConfig) -> Tensor:
-    if log_prior is None:
-        return torch.tensor(math.log(config.gamma_alpha))
-    used = allowed.has_query(log_prior.device)
-    log_prior = log_prior if used is None else torch.where(used, log_prior, 0.0)
-    return log_prior + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
 
 
 class SampledKLWeights(BayesianWeights):
@@ -95,7 +86,7 @@ class SampledKLWeights(BayesianWeights):
         """Return the weights of one draw and the KL at that draw; without a draw, as `BayesianWeights`."""
         if not (self.is_sampling and self.needs_kl):
             return super().draw(scores, keys, mask=mask, log_prior=log_prior)
-        log_prior = self._prior_of(scores, keys, mask) if log_prior is None else log_prior
+        log_prior = self.log_prior_of(scores, keys, mask) if log_prior is None else log_prior
         if log_prior is None and self.bayes_prior is not None:
             raise ValueError(f"log_prior is None; allowed for {self.config.variant}: ln Ψ of the keys, or give `keys`")
         shape = scores.shape
@@ -106,7 +97,7 @@ class SampledKLWeights(BayesianWeights):
             full = full.masked_fill(~mask, 0.0)
         b, h, m, n = full.shape
         log_noise = noise.log_noise(None, (b, h, m, n), self.config, device=full.device, dtype=full.dtype)
-        weights = masked_softmax(full + log_noise, mask)
+        weights = noisy_softmax(full, log_noise, mask)
         return weights.to(scores.dtype).reshape(shape), self.kl_at(full, self.standard_noise(log_noise), log_prior, mask)
 
     def standard_noise(self, log_noise: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
+from bayesattn.functional.parts import kl_from_scores, masked_softmax, noisy_softmax
 from bayesattn.kl import is_observing_entropy, note_entropy
 from bayesattn.nn import AdditiveAttention, BayesianModule, BayesianWeights
 from bayesattn.noise import keyed
-from bayesattn.ops.attention.kl import kl_from_scores
-from bayesattn.ops.attention.masking import masked_softmax
-from bayesattn.ops.common.precision import upcast, without_autocast
+from bayesattn.precision import upcast, without_autocast
 from bayesattn_recipes.baselines.config import AttentionChoice
 from bayesattn_recipes.baselines.dropout import DropoutWeights
 from bayesattn_recipes.baselines.gaussian import GaussianContext, GaussianWeights
@@ -138,10 +137,10 @@ class StepAttention(AdditiveAttention):
 
     def planned_weights(self, scores: Float[Tensor, "b t n"], bias: Float[Tensor, "b #t n"]) -> Float[Tensor, "b t n"]:
         """Return the weights of steps from their scores and `plan_bias`, in float32 or better."""
-        total = upcast(scores) + bias
         if isinstance(self.weights, HardWeights) and self.weights.is_sampling:
+            total = upcast(scores) + bias
             return DenseRows.of(total, bias > -math.inf).largest(total)
-        return torch.softmax(total, dim=-1)
+        return noisy_softmax(upcast(scores), bias)
 
     def steps_kl(
         self,

@@ -24,9 +24,9 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import PriorScope
 from bayesattn.nn import BayesianModule
-from bayesattn.ops.common.precision import without_autocast
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.precision import without_autocast
 from bayesattn_recipes.baselines import attention_options
 from bayesattn_recipes.graph.features import SparseFeatures
 from bayesattn_recipes.graph.inputs import Batch

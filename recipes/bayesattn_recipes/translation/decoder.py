@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
+from bayesattn.kernels import HAS_TRITON, INTERPRETED
 from bayesattn_recipes.baselines import AttentionChoice, build_step_attention
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bayesattn.evaluation.runs import Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.metrics import PredictionTable, tabulate_predictions
-from bayesattn.ops.common.precision import without_autocast
+from bayesattn.precision import without_autocast
 from bayesattn.prediction import predict
 from bayesattn_recipes.common.runs import choose_methods
 from bayesattn_recipes.vision.features import add_noise

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.functional.parts import masked_softmax
 from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
-from bayesattn.ops.attention.masking import masked_softmax
 from bayesattn_recipes.baselines import attention_options
 from bayesattn_recipes.vqa.vocabulary import PADDING, Vocabulary
 

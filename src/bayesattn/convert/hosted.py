@@ -12,7 +12,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.ops.attention import reference
-from bayesattn.ops.common.precision import upcast, without_autocast
+from bayesattn.precision import upcast, without_autocast
 
 CHILD_NAME = "bayes"
 
@@ -210,11 +210,11 @@ class HostedAttention(BayesianModule):
         stored = state_dict.get(f"{prefix}settings")
         if stored is None:
             state_dict[f"{prefix}settings"] = self.settings
-        elif decode_settings(stored) != settings_of(self):
+        elif (theirs := decode_settings(stored)) != (own := settings_of(self)):
+            differing = [key for key in sorted({*theirs, *own}) if theirs.get(key) != own.get(key)]
             error_msgs.append(
-                f"{prefix}settings: the checkpoint's attention is {decode_settings(stored)}, the model's "
-                f"{settings_of(self)}; "
-                "convert the model as the checkpoint's was, or use load_bayesian"
+                f"{prefix}settings: the checkpoint's attention is { {key: theirs.get(key) for key in differing} }, the model's "
+                f"{ {key: own.get(key) for key in differing} }; convert the model as the checkpoint's was, or use load_bayesian"
             )
             state_dict[f"{prefix}settings"] = self.settings
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

@@ -16,7 +16,7 @@ from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax, split_bias
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
-from bayesattn.ops.common.precision import shared, upcast, without_autocast
+from bayesattn.precision import shared, upcast, without_autocast
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)

@@ -10,12 +10,12 @@ from bayesattn.config import AttentionConfig
 from bayesattn.functional.dense import zeros_like_kl
 from bayesattn.noise import keyed
 from bayesattn.noise.specification import Seed
-from bayesattn.ops.common.precision import without_autocast
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference, support
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.ops.segment.reference import PRIOR_SCOPES, EdgeAttention, PriorScope
+from bayesattn.precision import without_autocast
 
 EdgeBackend = Literal["auto", "reference", "csr", "triton"]
 EDGE_BACKENDS = get_args(EdgeBackend)

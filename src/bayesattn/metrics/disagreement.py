@@ -25,8 +25,12 @@ def mutual_information(samples: Float[Tensor, "s b c"], *, task: ClassTask = "mu
     """Return the entropy of the mean minus the mean entropy, at least 0: what the draws disagree about, in nats."""
     validate.samples(samples, task)
     validate.task_probabilities("samples", samples, task)
-    mean = samples.mean(dim=0, dtype=torch.float64)
-    return (_entropy(mean, task) - _entropy(samples.double(), task).mean(dim=0)).clamp(min=0.0)
+    return information_of_draws(samples.double(), task=task)
+
+
+def information_of_draws(samples: Float[Tensor, "s *b c"], *, task: ClassTask) -> Float[Tensor, "*b"]:
+    """Return the same in the samples' own dtype, for any number of axes and without checks."""
+    return (_entropy(samples.mean(dim=0), task) - _entropy(samples, task).mean(dim=0)).clamp(min=0.0)
 
 
 def pairwise_agreement(samples: Float[Tensor, "s b c"], *, task: ClassTask = "multiclass") -> Float[Tensor, " b"]:

@@ -11,7 +11,7 @@ from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory
 from bayesattn.nn.module import BayesianModule
 from bayesattn.nn.multihead_arguments import check_inputs, check_nested, only_forbids, split_masks
 from bayesattn.ops.attention import reference
-from bayesattn.ops.common.precision import without_autocast
+from bayesattn.precision import without_autocast
 
 
 class MultiheadAttention(BayesianModule, nn.MultiheadAttention):

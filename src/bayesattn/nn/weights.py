@@ -76,14 +76,15 @@ class BayesianWeights(BayesianModule):
         log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
         """Return weights and KL, the latter None where nobody records; arguments as for `forward`, which records it."""
-        log_prior = self._prior_of(scores, keys, mask) if log_prior is None else log_prior
+        log_prior = self.log_prior_of(scores, keys, mask) if log_prior is None else log_prior
         if self.is_measured:
             scores = sensitivity.through_scores(scores, self)
         return functional.attention_weights(
             scores, config=self.config, log_prior=log_prior, mask=mask, sample=self.is_sampling, need_kl=self.needs_kl
         )
 
-    def _prior_of(self, scores: Tensor, keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    def log_prior_of(self, scores: Tensor, keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Return ln Ψ of the keys that some query of the scores may attend to; None without keys, or if nobody needs it."""
         if keys is None:
             return None
         return self.log_prior(keys, None if mask is None else _valid_keys(mask, scores))

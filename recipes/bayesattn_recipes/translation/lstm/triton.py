@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.common.launch import prepared
+from bayesattn.kernels import prepared
 from bayesattn_recipes.translation.lstm import kernels
 
 BLOCK = 512

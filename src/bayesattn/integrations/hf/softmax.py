@@ -24,7 +24,7 @@ from bayesattn.convert.masks import split_mask
 from bayesattn.convert.sdpa import SampledAttention
 from bayesattn.integrations.hf.adapter import batch_of, release_batch
 from bayesattn.nn import AttentionWeights, BayesianModule
-from bayesattn.ops.common.precision import without_autocast
+from bayesattn.precision import without_autocast
 
 # classes whose `forward` multiplies queries with keys, then takes one softmax over the scores (Falcon: or calls torch's
 # attention); each was read, and is tested

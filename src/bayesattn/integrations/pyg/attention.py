@@ -24,10 +24,10 @@ from bayesattn.config import AttentionConfig
 from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, Edges, PriorScope, edge_attention
 from bayesattn.integrations.pyg.batches import SeedRows
 from bayesattn.nn import AttentionWeights, BayesianModule, WeightsFactory
-from bayesattn.ops.common.precision import upcast, without_autocast
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
+from bayesattn.precision import upcast, without_autocast
 
 
 class _Sorted(NamedTuple):

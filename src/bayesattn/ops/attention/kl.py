@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn.config import AttentionConfig
-from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
+from bayesattn.divergences import log_alpha_shift, lognormal_constant, weibull_gamma_key_term
 from bayesattn.ops.attention.masking import Allowed, masked_logsumexp
 
 Mask = Bool[Tensor, "#b #h #m n"] | None
@@ -66,21 +66,28 @@ def weibull_kl(
 
     The sums of keys that nobody may attend to are ignored.
     """
-    used = allowed.has_query(lse.device)
-    column_sums = _zero_unless(used, column_sums)
-    if log_prior is None:
-        log_alpha = column_sums.new_full((1, 1, 1, column_sums.shape[-1]), math.log(config.gamma_alpha))
-    else:
-        log_alpha = _zero_unless(used, log_prior)
-        log_alpha = log_alpha + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
-    alpha = torch.exp(log_alpha)
-    key_term = weibull_gamma_key_term(log_alpha, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
+    column_sums = _zero_unless(allowed.has_query(lse.device), column_sums)
+    log_a = log_alpha(log_prior, allowed, config, column_sums)
+    alpha = torch.exp(log_a)
+    key_term = weibull_gamma_key_term(log_a, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
     entries = allowed.queries_per_key(lse) * key_term - alpha * column_sums
     if config.score_form == "raw":
         rows = capped_exp(lse + math.log(config.gamma_beta))
     else:
         rows = config.gamma_beta + lse * allowed.sum_over_keys(alpha)
     return _reduce(entries.expand_as(column_sums).flatten(1).sum(dim=-1) + _sum_rows(rows, allowed), allowed, config)
+
+
+def log_alpha(
+    log_prior: Float[Tensor, "#b #h 1 n"] | None, allowed: Allowed, config: AttentionConfig, like: Tensor
+) -> Float[Tensor, "#b #h 1 n"]:
+    """Return ln α of each key's Gamma prior, in dtype and place of `like`; 0 for contextual keys nobody may attend to."""
+    shift = log_alpha_shift(
+        log_prior is not None, config.alpha_form, gamma_alpha=config.gamma_alpha, gamma_beta=config.gamma_beta
+    )
+    if log_prior is None:
+        return like.new_full((1, 1, 1, allowed.shape[-1]), shift)
+    return _zero_unless(allowed.has_query(log_prior.device), log_prior) + shift
 
 
 def lognormal_location(

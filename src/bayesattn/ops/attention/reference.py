@@ -12,7 +12,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax
-from bayesattn.ops.common.precision import upcast
+from bayesattn.precision import upcast
 
 
 def sample_weights(
@@ -27,6 +27,13 @@ def sample_weights(
     """
     b, h, m, n = scores.shape
     log_noise = noise.log_noise(seed, (b, h, m, n), config, device=scores.device, dtype=scores.dtype)
+    return noisy_softmax(scores, log_noise, mask)
+
+
+def noisy_softmax(
+    scores: Float[Tensor, "*bh m n"], log_noise: Float[Tensor, "*#bh #m n"], mask: Bool[Tensor, "*#bh #m n"] | None = None
+) -> Float[Tensor, "*bh m n"]:
+    """Return softmax(Φ + noise) over the allowed keys: the weights that noise of `noise.log_noise` gives."""
     return masked_softmax(scores + log_noise, mask)
 
 

@@ -33,8 +33,8 @@ from bayesattn.ops.attention.launch import (
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
 from bayesattn.ops.common.launch import prepared
-from bayesattn.ops.common.precision import saturate
 from bayesattn.ops.once import once_differentiable
+from bayesattn.precision import saturate
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayesattn.config import AttentionConfig
 from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
+from bayesattn.divergences import log_alpha_shift
 from bayesattn.ops.attention import kl_kernels
 from bayesattn.ops.attention.kl import LOG_ROW_CAP
 from bayesattn.ops.attention.launch import (
@@ -31,7 +32,7 @@ from bayesattn.ops.attention.launch import (
     padded,
 )
 from bayesattn.ops.common.launch import Launch, prepared
-from bayesattn.ops.common.precision import saturate
+from bayesattn.precision import saturate
 
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}
 # entries of a tile of keys or queries; many bytes in flight make up for one program a head
@@ -60,9 +61,9 @@ class Divergence(NamedTuple):
     def numbers(self, has_prior: bool) -> dict[str, float]:
         """What the kernels of the KL take: α's shift, slope and constant of a key's term, β, its logarithm, the cap."""
         log_beta = math.log(self.gamma_beta)
-        shift = log_beta if self.alpha_form == "beta_psi" else 0.0
+        scale = {"gamma_alpha": self.gamma_alpha, "gamma_beta": self.gamma_beta}
         return {
-            "log_alpha_shift": shift if has_prior else math.log(self.gamma_alpha),
+            "log_alpha_shift": log_alpha_shift(has_prior, self.alpha_form, **scale),
             "slope": EULER_GAMMA / self.weibull_k + log_gamma_1p_inverse(self.weibull_k) - log_beta,
             "constant": math.log(self.weibull_k) - EULER_GAMMA - 1.0,
             "beta": self.gamma_beta,

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from bayesattn.ops.attention.launch import MOST_LAUNCHES, blocks_of
 from bayesattn.ops.common.launch import Launch, prepared
-from bayesattn.ops.common.precision import saturate
 from bayesattn.ops.segment import feature_kernels
 from bayesattn.ops.segment.launch import node_blocks, prepare_blocks
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
+from bayesattn.precision import saturate
 
 # programs that add up the gradients of the two vectors, each over its own nodes: two for each multiprocessor of a large GPU
 PROGRAMS = 264

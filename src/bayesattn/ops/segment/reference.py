@@ -15,12 +15,12 @@ from torch import Tensor
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
-from bayesattn.divergences import kl_lognormal_lognormal, weibull_gamma_key_term
+from bayesattn.divergences import kl_lognormal_lognormal, log_alpha_shift, weibull_gamma_key_term
 from bayesattn.ops.attention.kl import capped_exp
-from bayesattn.ops.common.precision import upcast
 from bayesattn.ops.segment import plain
 from bayesattn.ops.segment.draws import edge_log_noise
 from bayesattn.ops.segment.edges import Edges
+from bayesattn.precision import upcast
 
 PriorScope = Literal["graph", "neighbourhood"]
 PRIOR_SCOPES = get_args(PriorScope)
@@ -122,9 +122,9 @@ def edge_log_prior(log_prior: Float[Tensor, "n h"], edges: Edges, ops: ModuleTyp
 
 def log_alpha(log_prior: Float[Tensor, "x h"] | None, config: AttentionConfig, like: Tensor) -> Float[Tensor, "#x #h"]:
     """Return ln α of the Gamma prior."""
-    if log_prior is None:
-        return like.new_full((1, 1), math.log(config.gamma_alpha))
-    return log_prior + (math.log(config.gamma_beta) if config.alpha_form == "beta_psi" else 0.0)
+    has_prior, scale = log_prior is not None, {"gamma_alpha": config.gamma_alpha, "gamma_beta": config.gamma_beta}
+    shift = log_alpha_shift(has_prior, config.alpha_form, **scale)
+    return like.new_full((1, 1), shift) if log_prior is None else log_prior + shift
 
 
 def reduce_kl(kl: Float[Tensor, ""], edges: Edges, heads: int, config: AttentionConfig) -> Float[Tensor, " 1"]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
-from bayesattn.ops.common.precision import saturate
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import features, passes, plain, weibull_node
@@ -31,6 +30,7 @@ from bayesattn.ops.segment.reference import (
     weibull_rows,
     zero_where_unused,
 )
+from bayesattn.precision import saturate
 
 
 def attention(

@@ -10,7 +10,6 @@ from torch import Tensor
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.weibull import Divergence
 from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
-from bayesattn.ops.common.precision import saturate
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.prior.triton import nodes_backward, nodes_forward
@@ -20,6 +19,7 @@ from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.ops.segment.passes import Indices, indices_of
 from bayesattn.ops.segment.reference import PriorScope
 from bayesattn.ops.segment.weibull import Graph, plan_of, run_backward, run_forward
+from bayesattn.precision import saturate
 
 
 def is_one_node(log_prior: Tensor | NodePrior | None, prior_scope: PriorScope, config: AttentionConfig) -> bool:

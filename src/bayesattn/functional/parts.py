@@ -1,0 +1,17 @@
+"""The steps of attention one by one, for code that writes its own: the same functions that the backends are made of."""
+
+from bayesattn.ops.attention.kl import kl_from_scores, log_alpha, lognormal_location
+from bayesattn.ops.attention.masking import Allowed, masked_logsumexp, masked_softmax
+from bayesattn.ops.attention.reference import expand_heads, noisy_softmax, weighted_values
+
+__all__ = [
+    "Allowed",
+    "expand_heads",
+    "kl_from_scores",
+    "log_alpha",
+    "lognormal_location",
+    "masked_logsumexp",
+    "masked_softmax",
+    "noisy_softmax",
+    "weighted_values",
+]
