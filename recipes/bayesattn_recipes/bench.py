@@ -14,14 +14,12 @@ from itertools import cycle, islice
 from typing import Literal
 
 import torch
-from torch import nn
 
 from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.kl import record_kl
-from bayesattn.objective import elbo
 from bayesattn_recipes.captioning import train as captioning
 from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit
+from bayesattn_recipes.common import timing
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.experiment import Experiment, TrainingConfig
 from bayesattn_recipes.common.loop import training_step
@@ -106,25 +104,18 @@ def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Pre
 
 
 def whole_step(experiment: Experiment, training: TrainingConfig, device: str) -> Callable[[], None]:
-    """Return a call that makes one optimiser step with all of its work on the device: nothing in it waits or looks."""
-    is_cuda = device == "cuda"
+    """Return a call that makes one optimizer step with all of its work on the device: nothing in it waits or looks."""
     found = experiment.collate(torch.arange(training.batch_size))
-    num_labels, examples = experiment.num_labels(found), training.batch_size
     batch = {name: value.to(device) for name, value in experiment.pad(found).items()}
     model = experiment.model.to(device).train()
-    # fused: where the steps are counted on the GPU, the plain version launches two kernels for every single parameter
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=is_cuda, fused=is_cuda)
-
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=is_cuda), record_kl() as scope:
-            loss = experiment.nll(model, batch)
-        kl = scope.total()
-        elbo(loss / num_labels, kl, kl_weight=0.01, labels_per_example=num_labels / examples, max_share=None).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return timing.whole_step(
+        model,
+        lambda: experiment.nll(model, batch),
+        num_labels=experiment.num_labels(found),
+        num_examples=training.batch_size,
+        autocast=device == "cuda",
+        capturable=device == "cuda",
+    )
 
 
 def build(case: Case, suffix: str) -> tuple[Experiment, TrainingConfig]:

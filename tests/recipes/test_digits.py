@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from bayesattn_recipes.digits import data, search
+from bayesattn_recipes.digits import data
 from bayesattn_recipes.digits.evaluate import attention_maps, available_methods, draw, predict_run
-from bayesattn_recipes.digits.search import GRIDS
 from bayesattn_recipes.digits.train import CONFIGS, build_model, fit, load_config, load_run, train_run
 
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -197,21 +196,3 @@ def test_attention_maps_are_the_weights_of_the_last_layer(tiny_run):
 def test_impossible_predictions_are_refused(tiny_run, options, message):
     with pytest.raises(ValueError, match=message):
         predict_run(tiny_run, **{"num_samples": 2, "noise": (0.0,), **options})
-
-
-def test_search_grids_name_settings_that_exist():
-    for name, grid in GRIDS.items():
-        for key, values in grid.items():
-            for value in values:
-                load_config(name, [f"{key}={value}"])
-
-
-def test_search_measures_validation_images_only(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        search, "load_splits", lambda size: seen.append(size) or {"validation": data.load_splits(size)["validation"]}
-    )
-    measured = search.measure(load_config("wc", TINY))
-    assert seen == [40]
-    assert measured["sampled_nll"] > 0.0
-    assert 0.0 <= measured["plain_accuracy"] <= 1.0

@@ -16,7 +16,7 @@ from bayesattn_recipes.baselines import RIVALS
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.loop import TrainingConfig, train
-from bayesattn_recipes.translation import bleu, cost, figures, measure, reproduce
+from bayesattn_recipes.translation import bench, bleu, figures, measure, reproduce
 from bayesattn_recipes.translation.commands import coloured
 from bayesattn_recipes.translation.data import load_splits
 from bayesattn_recipes.translation.draws import available_methods, disagreement
@@ -277,12 +277,10 @@ def test_attention_samples_are_weights_over_the_source(name):
 
 
 def test_cost_has_a_row_for_every_variant(capsys):
-    configs = [(name, load_config(f"multi30k-{name}", TINY)) for name in ("soft", "wc", "enum")]
-    sizes = {"num_sentences": 3, "length": 4, "vocabulary_size": 60}
-    rows, parameters = cost.measure_costs(configs, **sizes, device="cpu", rounds=2)
+    configs = {name: load_config(f"multi30k-{name}", TINY) for name in ("soft", "wc", "enum")}
+    rows = bench.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=2)
     assert [row.provider for row in rows] == ["soft", "wc", "enum"]
     assert rows[0].ratio == 1.0
-    assert parameters["soft"] < parameters["wc"] < parameters["enum"]
     capsys.readouterr()
 
 
@@ -293,10 +291,10 @@ def test_cost_is_that_of_the_precision_a_config_trains_in(precision, monkeypatch
     monkeypatch.setattr(
         torch.nn.Linear, "forward", lambda self, x: seen.append(torch.is_autocast_enabled("cpu")) or forward(self, x)
     )
-    configs = [("soft", load_config("multi30k-soft", [*TINY, f"training.precision={precision}"]))]
+    configs = {"soft": load_config("multi30k-soft", [*TINY, f"training.precision={precision}"])}
     # oneDNN does not have a bf16 LSTM for every CPU
     monkeypatch.setattr(torch.nn.LSTM, "forward", torch.autocast("cpu", enabled=False)(torch.nn.LSTM.forward))
-    cost.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=1)
+    bench.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=1)
     assert set(seen) == {precision == "bf16"}
     capsys.readouterr()
 

@@ -1,4 +1,4 @@
-"""The paper's two translation tables again: BLEU and cost of every variant, with what our data sets and draws add."""
+"""The paper's translation table again: BLEU of every variant, with what our data sets and draws add."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,10 @@ import torch
 from rich.console import Console
 
 from bayesattn.cli.progress import show_runs
-from bayesattn.evaluation.runs import read_run, write_bytes, write_json
+from bayesattn.evaluation.runs import read_run, write_bytes
 from bayesattn_recipes.common import tables as _tables
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.translation import bleu
-from bayesattn_recipes.translation.cost import measure_costs
 from bayesattn_recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
 from bayesattn_recipes.translation.figures import rejection_figure, write_figure
 from bayesattn_recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
@@ -36,8 +35,6 @@ VARIANTS = (
     *("soft", "nokl", "lf", "lc", "wf", "wc", "wc-default", "sampled-kl"),
     *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "exact", "enum", "sample", "dirichlet"),
 )
-# App. D: seconds a step and millions of parameters; soft attention's are in a comment of the paper's source only
-PAPER_COST = {"soft": (0.075, 42), "enum": (0.12, 64), "sample": (0.15, 64), "wc": (0.10, 42)}
 # tested out of domain and under draws as well, which takes several times as long as the rest of the measuring
 CLOSELY = ("soft", "wc", "mc-dropout")
 NUM_SAMPLES = 20
@@ -65,8 +62,8 @@ def reproduce(
         out: Folder of the runs and tables.
         console: Where to print.
         settings: `name=value` on top of every config.
-        minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains and
-            times nothing.
+        minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains
+            nothing.
     """
     datasets = _tables.choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
     if variants is not None:
@@ -105,8 +102,6 @@ def reproduce(
                 _tables.write_csv(out / f"{dataset}-comparisons.csv", comparisons)
             write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
             parts.append(render(dataset, cells, comparisons, split_hash(loaded[dataset])))
-    if minutes != 0:
-        parts.append(cost_table(datasets[0], wanted[datasets[0]], out, settings))
     text = "\n".join(parts)
     write_bytes(out / "translation.md", text.encode())
     _tables.print_tables(console, text)
@@ -181,33 +176,3 @@ def measure_run(
         "parameters": run["num_parameters"],
         "seconds": seconds,
     }
-
-
-def cost_table(dataset: str, variants: Sequence[str], out: Path, settings: Sequence[str]) -> str:
-    """Return the Markdown of what a training step costs, all variants on one batch of 4,096 tokens in one run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    configs = [(variant, load_config(f"{dataset}-{variant}", settings)) for variant in variants]
-    size = configs[0][1].vocabulary_size
-    num_sentences = max(1, configs[0][1].batch_tokens // 16)
-    measured, parameters = measure_costs(
-        configs, num_sentences=num_sentences, length=16, vocabulary_size=size, device=device
-    )
-    rows = []
-    for row in measured:
-        paper = PAPER_COST.get(row.provider)
-        rows.append(
-            [
-                row.provider,
-                f"{row.median_ms / 1e3:.4f}",
-                f"{row.ratio:.2f}",
-                f"{parameters[row.provider] / 1e6:.1f}",
-                f"{row.peak_mib:.0f}",
-                "–" if paper is None else f"{paper[0]:.3f}",
-                "–" if paper is None else f"{paper[0] / PAPER_COST['soft'][0]:.2f}",
-                "–" if paper is None else str(paper[1]),
-            ]
-        )
-    write_json(out / "cost.json", {"rows": [dataclasses.asdict(row) for row in measured], "parameters": parameters})
-    header = ["attention", "s a step", "/ soft", "parameters (M)", "peak MiB", "paper: s a step", "/ soft", "parameters (M)"]
-    title = f"## Cost of a training step, {num_sentences} pairs of 16 tokens, {measured[0].device}\n\n"
-    return title + _tables.markdown(header, rows)
