@@ -321,7 +321,7 @@ def test_images_do_not_disturb_each_other_in_a_beam():
 
 def test_an_unknown_decoder_mode_is_refused(monkeypatch):
     no_type_checks(monkeypatch)
-    with pytest.raises(ValueError, match="decoder_mode is 'never'; allowed: 'auto', 'eager'"):
+    with pytest.raises(ValueError, match="decoder_mode"):
         CaptioningConfig(decoder_mode="never")  # type: ignore[arg-type]
 
 

@@ -79,8 +79,8 @@ def test_scrambled_images_keep_their_grey_values_and_lose_their_labels():
         (lambda: data.load_splits(7), "train_size is 7; allowed: 20 to 400"),
         (lambda: data.shift(data.load_splits(200)["test"], "up"), "kind is 'up'; allowed: 'rotated', 'moved', 'blurred'"),
         (lambda: data.add_noise(data.load_splits(200)["test"], -1.0), "strength is -1.0; allowed"),
-        (lambda: load_config("wc", ["training.epochs=0"]), "epochs is 0; allowed"),
-        (lambda: load_config("wc", ["learning_rate=0"]), "learning_rate is 0.0; allowed"),
+        (lambda: load_config("wc", ["training.epochs=0"]), "wc.yaml: training.epochs is 0; allowed: at least 1"),
+        (lambda: load_config("wc", ["learning_rate=0"]), "wc.yaml: learning_rate is 0; allowed: a number above 0"),
     ],
 )
 def test_bad_values_are_named(call, message):

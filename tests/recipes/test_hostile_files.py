@@ -46,7 +46,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 NONSENSE = "".join(f"nonsense_{line}: [{line}, {{deep: {line}}}]\n" for line in range(1000))
 CONFIGS = {
-    "a thousand lines of nonsense": (NONSENSE, "unknown config keys"),
+    "a thousand lines of nonsense": (NONSENSE, "nonsense_0 is unknown; allowed: attention"),
     "a bomb of aliases": (BOMB, "aliases (*name) are not allowed"),
     "one alias": ("seed: &a 1\nwidth: *a\n", "aliases (*name) are not allowed"),
     "code": ("seed: !!python/object/apply:os.system ['true']\n", "cannot be read"),
@@ -56,16 +56,16 @@ CONFIGS = {
     "too large": ("seed: 1\n" + "# nothing\n" * 10_000, "is larger than 65536 bytes"),
     "nothing": ("", "holds NoneType"),
     "a list": ("- seed\n", "holds list"),
-    "control characters": ('"\\e[31m\\nred\\u202e": 1\n', "unknown config keys"),
-    "a very long name": (f"{'n' * 1000}: 1\n", "unknown config keys ['nnn"),
+    "control characters": ('"\\e[31m\\nred\\u202e": 1\n', "is unknown; allowed"),
+    "a very long name": (f"{'n' * 1000}: 1\n", "config.yaml: 'nnn"),
     "a very long value": (f"seed: {'v' * 30_000}\n", "seed is 'vvv"),
     "an endless number": (f"seed: {'9' * 20_000}\n", "cannot be read"),
     "a huge number": ("training: {epochs: 99999999999999999999}\n", "training.epochs is 99999999999999999999; allowed"),
     "not a number": ("learning_rate: .nan\n", "learning_rate is nan; allowed"),
     "a truth for a number": ("training: {epochs: true}\n", "training.epochs is True; allowed"),
-    "unicode": ("ünïcödé 💥: 1\n", "unknown config keys"),
+    "unicode": ("ünïcödé 💥: 1\n", "is unknown; allowed"),
     "bytes": (b"\xff\xfe\x00", "cannot be read"),
-    "a seed out of range": ("seed: -1\n", "seed is -1; allowed: 0 to 2^32 - 1"),
+    "a seed out of range": ("seed: -1\n", "seed is -1; allowed: at least 0"),
 }
 
 

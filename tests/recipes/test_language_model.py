@@ -191,16 +191,16 @@ def test_albert_configs_have_the_papers_settings(name, rate, batch, dropout, ste
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["max_length=600"], "max_length is 600; allowed: 8 to 512"),
-        (["dropout=1.5"], "dropout is 1.5; allowed: from 0 to below 1"),
+        (["max_length=600"], "max_length is 600; allowed: at most 512"),
+        (["dropout=1.5"], "dropout is 1.5; allowed: below 1"),
         (["task=glue"], "task is 'glue'; allowed: cola"),
         (
             ["training.keep=validation_f2"],
             "training.keep is 'validation_f2'; allowed: 'last', 'validation_loss', 'validation_acc",
         ),
         (["training.steps=0"], "steps is 0; allowed"),
-        (["training.learning_rate=0"], "learning_rate is 0.0; allowed"),
-        (["training.stesp=3"], "unknown config keys"),
+        (["training.learning_rate=0"], "training.learning_rate is 0; allowed: a number above 0"),
+        (["training.stesp=3"], "mrpc.yaml: training.stesp is unknown; allowed: accumulation_steps"),
         (["train_size=0"], "train_size is 0; allowed"),
     ],
 )

@@ -35,22 +35,22 @@ def test_values_arrive_with_their_types():
 def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("rate: 1e-2\n")
-    assert load_yaml(path) == {"rate": "1e-2"}
+    assert load_yaml(path) == {"rate": 0.01}
     assert build_config(Inner, load_yaml(path)).rate == 0.01
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"sise": 3}, r"unknown config keys \['sise'\]; allowed: \['inner', 'is_big', 'limit', 'name', 'size'\]"),
-        ({"inner": {"rat": 1}}, r"unknown config keys \['inner.rat'\]"),
+        ({"sise": 3}, "sise is unknown; allowed: inner, is_big, limit, name, size"),
+        ({"inner": {"rat": 1}}, "inner.rat is unknown; allowed: kind, rate"),
         ({"inner": 3}, "inner is 3; allowed: a mapping"),
-        ({"size": "3"}, "size is '3'; allowed: a value of type int"),
-        ({"size": True}, "size is True; allowed: a value of type int"),
-        ({"size": 3.5}, "size is 3.5; allowed: a value of type int"),
-        ({"limit": "a"}, "limit is 'a'; allowed: a value of type int"),
-        ({"inner": {"rate": "fast"}}, "inner.rate is 'fast'; allowed: a value of type float"),
-        ({"inner": {"rate": True}}, "inner.rate is True; allowed: a value of type float"),
+        ({"size": "3"}, "size is '3'; allowed: an integer"),
+        ({"size": True}, "size is True; allowed: an integer"),
+        ({"size": 3.5}, "size is 3.5; allowed: an integer"),
+        ({"limit": "a"}, "limit is 'a'; allowed: an integer"),
+        ({"inner": {"rate": "fast"}}, "inner.rate is 'fast'; allowed: a number"),
+        ({"inner": {"rate": True}}, "inner.rate is True; allowed: a number"),
         ({"inner": {"kind": "c"}}, "inner.kind is 'c'; allowed: 'a', 'b'"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +20,23 @@ from bayesattn_recipes.captioning.model import Att2in
 from bayesattn_recipes.captioning.scoring import CorpusBleu
 from bayesattn_recipes.captioning.vocabulary import Vocabulary
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, seed_everything
+from bayesattn_recipes.common.config import (
+    Count,
+    MetricLog,
+    Positive,
+    Seed,
+    Share,
+    config_class,
+    read_config,
+    seed_everything,
+)
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
 
 RECIPE = "captioning"
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@dataclass(frozen=True)
+@config_class
 class CaptioningConfig:
     """Everything that decides a run. The defaults are the paper's settings for COCO where it gives them (App. C.3).
 
@@ -55,37 +64,24 @@ class CaptioningConfig:
     dataset: DatasetName = "shapes"
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice(variant="soft"))
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=30, batch_size=50))
-    seed: int = 0
-    width: int = 512
-    attention_dim: int = 512
-    dropout: float = 0.5
-    min_count: int = 5
-    max_length: int = 16
-    learning_rate: float = 5e-4
-    learning_rate_decay: float = 0.8
-    decay_epochs: int = 3
-    clip_value: float | None = 0.1
-    num_beams: int = 1
+    seed: Seed = 0
+    width: Count = 512
+    attention_dim: Count = 512
+    dropout: Share = 0.5
+    min_count: Count = 5
+    max_length: Count = 16
+    learning_rate: Positive = 5e-4
+    learning_rate_decay: Positive = 0.8
+    decay_epochs: Count = 3
+    clip_value: Positive | None = 0.1
+    num_beams: Count = 1
     length_penalty: float = 0.0
     decoder_mode: Literal["auto", "eager"] = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("width", "attention_dim", "min_count", "max_length", "decay_epochs", "num_beams"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
-        for name in ("learning_rate", "learning_rate_decay", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and not (0.0 < value < float("inf")):
-                raise ValueError(f"{name} is {value!r}; allowed: a finite number above 0")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout!r}; allowed: at least 0 and below 1")
-        if self.decoder_mode not in ("auto", "eager"):
-            raise ValueError(f"decoder_mode is {self.decoder_mode!r}; allowed: 'auto', 'eager'")
 
 
 def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:
     """Read a config by its name (`shapes-wc`) or path, with `name=value` settings on top."""
-    return build_config(CaptioningConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+    return read_config(CaptioningConfig, name, CONFIGS, settings)
 
 
 def build_model(config: CaptioningConfig, vocabulary: Vocabulary, feature_dim: int) -> Att2in:

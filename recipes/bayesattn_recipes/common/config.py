@@ -2,25 +2,46 @@
 
 import copy
 import dataclasses
+import functools
 import json
-import math
 import random
+import re
 import reprlib
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import pydantic.dataclasses
 import torch
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from bayesattn.config import VARIANTS, AttentionConfig
 from bayesattn.evaluation.runs import read_text, write_bytes
 from bayesattn_recipes.baselines import AttentionChoice
 
 Config = TypeVar("Config")
+
+# of every config class: no unknown keys, no conversion but of integers to numbers, neither infinity nor NaN
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Class = TypeVar("Class", bound=type)
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+# what numpy takes
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def config_class(cls: Class) -> Class:
+    """Make a frozen dataclass whose fields pydantic checks, by their annotations, however it is built."""
+    return pydantic.dataclasses.dataclass(frozen=True, config=STRICT)(cls)  # type: ignore[return-value]  (the class that went in)
+
 
 _OF_RIVALS = {field.name for field in dataclasses.fields(AttentionChoice)} - {
     field.name for field in dataclasses.fields(AttentionConfig)
@@ -44,6 +65,12 @@ class _ConfigLoader(yaml.SafeLoader):
         if twice is not None:
             raise yaml.MarkedYAMLError(problem=f"the key {shown(twice)} stands there twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads 1e-2, without a dot, as text
+_ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def parse_yaml(text: str) -> Any:
@@ -88,6 +115,11 @@ def shown(value: Any) -> str:
     return short.repr(value)
 
 
+def shown_name(name: str) -> str:
+    """Return the dotted name of a setting as an error message shows it: as it is, unless it is long or odd."""
+    return name if len(name) <= 80 and name.isascii() and name.isprintable() else shown(name)
+
+
 def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Return `values` with `name=value` settings applied; dots reach into nested mappings, values are YAML."""
     values = copy.deepcopy(values)
@@ -108,21 +140,93 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def read_config(cls: type[Config], name: str, folder: Path, settings: Sequence[str] = ()) -> Config:
+    """Read a config by its name in `folder` or by its path, with `name=value` settings on top."""
+    path = find_config(name, folder)
+    return build_config(cls, override(load_yaml(path), settings), path.name)
+
+
 def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> Config:
-    """Build a (nested) frozen dataclass from plain values; an unknown key or a wrong type is an error.
+    """Build a (nested) dataclass from plain values; its fields are checked by pydantic, strictly.
 
     Args:
-        cls: The dataclass; annotations are plain types, Literals, optionals and other dataclasses.
+        cls: The dataclass.
         values: As read from YAML or JSON.
-        where: Prefix of the names in error messages.
+        where: The file of the values, for the error.
+
+    Raises:
+        ValueError: A key is unknown, or a value has another type or lies outside its range.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-    unknown = sorted(where + str(key) for key in values.keys() - fields.keys())
-    if unknown:
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        raise ValueError(f"unknown config keys {shown(unknown[:5])}{more}; allowed: {sorted(fields)}")
-    hints = typing.get_type_hints(cls)
-    return cls(**{key: _coerce(f"{where}{key}", value, hints[key]) for key, value in values.items()})
+    prefix = f"{where}: " if where else ""
+    try:
+        # as JSON, of which strict pydantic takes lists for tuples and mappings for dataclasses, and nothing else
+        text = json.dumps({"value": _plain(values)})
+        return _holder(cls).model_validate_json(text).value  # type: ignore[attr-defined]
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ValueError(prefix + _explain(cls, found[0]) + more) from None
+    except RecursionError:
+        raise ValueError(f"{prefix}it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
+
+
+@functools.cache
+def _holder(cls: type) -> type[BaseModel]:
+    """Return a model around a dataclass: dataclasses of the standard library in it are checked as strictly as it is."""
+    return create_model("Holder", __config__=STRICT, value=(cls, ...))
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """Return nested values if they are plain."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    raise ValueError(f"{shown_name(name)} is {shown(value)}; allowed: numbers of 64 bits, text, true, false, null, lists")
+
+
+# of pydantic's errors: what would have been right
+_ALLOWED = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "a number above {gt:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dataclass_type": "a mapping",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
+
+
+def _explain(cls: type, error: Any) -> str:
+    """Return one of pydantic's errors in one line."""
+    kind, place, context = error["type"], [str(part) for part in error["loc"][1:]], error.get("ctx", {})
+    name = shown_name(".".join(place))
+    if kind == "value_error":
+        return f"{name}: {context['error']}" if place else str(context["error"])
+    if kind == "unexpected_keyword_argument":
+        return f"{name} is unknown; allowed: {', '.join(sorted(_names_at(cls, place[:-1])))}"
+    allowed = _ALLOWED[kind].format(**context) if kind in _ALLOWED else error["msg"]
+    if kind == "literal_error":
+        allowed = allowed.replace(" or ", ", ")
+    return f"{name} is {shown(error['input'])}; allowed: {allowed}"
+
+
+def _names_at(cls: Any, place: Sequence[str]) -> list[str]:
+    for name in place:
+        cls = typing.get_type_hints(cls)[name]
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def comparable(values: Any) -> Any:
@@ -134,40 +238,6 @@ def comparable(values: Any) -> Any:
         return values
     is_rival = values.get("variant") not in VARIANTS or values.get("sampled_kl")
     return {name: comparable(value) for name, value in values.items() if is_rival or name not in _OF_RIVALS}
-
-
-def _coerce(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type the annotation asks for, or raise."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _coerce(name, value, next(option for option in arguments if option is not type(None)))
-    if origin is Literal:
-        # 1 and True are equal, and only one of them is meant
-        if not any(value == option and type(value) is type(option) for option in arguments):
-            raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, arguments))}")
-        return value
-    if origin in (list, tuple):
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{name} is {shown(value)}; allowed: a list")
-        return origin(_coerce(f"{name}[{index}]", item, arguments[0]) for index, item in enumerate(value))
-    assert isinstance(hint, type)
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is {shown(value)}; allowed: a mapping")
-        return build_config(hint, value, f"{name}.")
-    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-2, without a dot, as a string
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
-        if not math.isnan(number):
-            return number
-    elif isinstance(value, hint) and (hint is not int or (not isinstance(value, bool) and abs(value) < 2**63)):
-        return value
-    raise ValueError(f"{name} is {shown(value)}; allowed: a value of type {hint.__name__}")
 
 
 def seed_everything(seed: int) -> None:

@@ -1,8 +1,7 @@
 """What a recipe gives to the training loop, and how long and how fast the loop trains."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bayesattn.objective import KLSchedule
+from bayesattn_recipes.common.config import Count, NotNegative, Positive, config_class
 
 
-@dataclass(frozen=True)
+@config_class
 class TrainingConfig:
     """How long and how fast a recipe trains; the key `training` of its configs.
 
@@ -35,32 +35,23 @@ class TrainingConfig:
         checkpoint_seconds: Seconds between two checkpoints; None does not look at the time.
     """
 
-    epochs: int = 10
-    batch_size: int = 32
-    accumulation_steps: int = 1
-    clip_norm: float | None = None
+    epochs: Count = 10
+    batch_size: Count = 32
+    accumulation_steps: Count = 1
+    clip_norm: Positive | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
     kl_schedule: KLSchedule = field(default_factory=KLSchedule)
     keep: str = "last"
     keep_mode: Literal["min", "max"] = "min"
-    patience: int | None = None
+    patience: Count | None = None
     noise: Literal["generator", "keyed"] = "generator"
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    checkpoint_steps: int | None = None
-    checkpoint_seconds: float | None = 60.0
+    checkpoint_steps: Count | None = None
+    checkpoint_seconds: NotNegative | None = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation_steps", "checkpoint_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
-        if self.clip_norm is not None and not (0.0 < self.clip_norm < math.inf):
-            raise ValueError(f"clip_norm is {self.clip_norm!r}; allowed: a finite number above 0, or null")
-        if self.checkpoint_seconds is not None and not (0.0 <= self.checkpoint_seconds < math.inf):
-            raise ValueError(
-                f"checkpoint_seconds is {self.checkpoint_seconds!r}; allowed: a finite number of at least 0, or null"
-            )
-        if self.patience is not None and (self.patience < 1 or self.keep == "last"):
-            raise ValueError(f"patience is {self.patience!r}; allowed: at least 1, with `keep` naming a metric, or null")
+        if self.patience is not None and self.keep == "last":
+            raise ValueError(f"patience is {self.patience!r}; allowed with keep 'last': null")
 
 
 class Experiment:

@@ -212,7 +212,7 @@ def load_run_config(folder: Path, cls: type[Config], recipe: str) -> Config:
     run = read_run(folder)
     if run["recipe"] != recipe:
         raise RunError(f"{folder} is a run of recipe {run['recipe']!r}; allowed here: {recipe!r}")
-    return build_config(cls, run["config"])
+    return build_config(cls, run["config"], str(folder / RUN_FILE))
 
 
 def load_parameters(folder: Path, model: nn.Module) -> None:

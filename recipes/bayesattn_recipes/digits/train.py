@@ -1,7 +1,7 @@
 """Train a digit classifier with soft or Bayesian attention."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, seed_everything
+from bayesattn_recipes.common.config import (
+    Count,
+    MetricLog,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    config_class,
+    read_config,
+    seed_everything,
+)
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn_recipes.digits.data import CLASS_NAMES, load_splits
 from bayesattn_recipes.digits.model import DigitClassifier
@@ -22,7 +32,7 @@ RECIPE = "digits"
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@dataclass(frozen=True)
+@config_class
 class DigitsConfig:
     """Everything that decides a run; with the same values it repeats exactly on the same machine.
 
@@ -41,26 +51,22 @@ class DigitsConfig:
 
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=100, batch_size=50))
-    seed: int = 0
-    train_size: int = 200
-    width: int = 32
-    num_heads: int = 4
-    num_layers: int = 1
-    dropout: float = 0.1
-    learning_rate: float = 5e-3
-    weight_decay: float = 1e-2
+    seed: Seed = 0
+    train_size: Count = 200
+    width: Count = 32
+    num_heads: Count = 4
+    num_layers: Count = 1
+    dropout: Share = 0.1
+    learning_rate: Positive = 5e-3
+    weight_decay: NotNegative = 1e-2
 
     def __post_init__(self) -> None:
         self.attention.check_layers()
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers is {self.num_layers!r}; allowed: an integer of at least 1")
-        if not (0.0 < self.learning_rate < float("inf")):
-            raise ValueError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number above 0")
 
 
 def load_config(name: str, settings: Sequence[str] = ()) -> DigitsConfig:
     """Read a config by its name (`wc`) or path, with `name=value` settings on top."""
-    return build_config(DigitsConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+    return read_config(DigitsConfig, name, CONFIGS, settings)
 
 
 def build_model(config: DigitsConfig) -> DigitClassifier:

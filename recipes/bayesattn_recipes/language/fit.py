@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.utils import logging
 
 from bayesattn_recipes.baselines import HardWeights, with_score_function
+from bayesattn_recipes.common.config import Count, NotNegative, Positive, config_class
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.common.replay import is_recordable
 from bayesattn_recipes.common.standing import move
@@ -26,7 +26,7 @@ from bayesattn_recipes.language.tasks import Task
 VALIDATION_BATCH = 128
 
 
-@dataclass(frozen=True)
+@config_class
 class LanguageTraining(TrainingConfig):
     """How an encoder is fine-tuned: AdamW with a linear warm-up and a linear decay to 0.
 
@@ -38,22 +38,12 @@ class LanguageTraining(TrainingConfig):
         group_by_length: Batches of similar lengths, for less padding.
     """
 
-    clip_norm: float | None = 1.0
-    steps: int | None = None
-    learning_rate: float = 5e-5
-    warmup: float = 0.1
-    weight_decay: float = 0.01
+    clip_norm: Positive | None = 1.0
+    steps: Count | None = None
+    learning_rate: Positive = 5e-5
+    warmup: NotNegative = 0.1
+    weight_decay: NotNegative = 0.01
     group_by_length: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps is {self.steps!r}; allowed: an integer of at least 1, or null")
-        if not 0.0 < self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number above 0")
-        for name in ("warmup", "weight_decay"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number of at least 0")
 
 
 class FineTuning(Experiment):

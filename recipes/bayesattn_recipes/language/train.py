@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bayesattn.convert import conversion_report
 from bayesattn.evaluation.runs import RunError, read_run
 from bayesattn_recipes.baselines import AttentionChoice
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, seed_everything
+from bayesattn_recipes.common.config import Count, MetricLog, Seed, Share, config_class, read_config, seed_everything
 from bayesattn_recipes.common.loop import train
 from bayesattn_recipes.language.features import Collator
 from bayesattn_recipes.language.fit import FineTuning, LanguageTraining, quiet
@@ -27,7 +28,7 @@ TOKENIZER_FOLDER = "tokenizer"
 ANSWERS_FILE = "answers.json"
 
 
-@dataclass(frozen=True)
+@config_class
 class LanguageConfig:
     """Everything that decides a run.
 
@@ -50,12 +51,12 @@ class LanguageConfig:
     encoder: str = "e5-small"
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: LanguageTraining = field(default_factory=LanguageTraining)
-    seed: int = 0
-    max_length: int = 128
-    dropout: float | None = None
-    attention_dropout: float | None = None
-    classifier_dropout: float | None = None
-    train_size: int | None = None
+    seed: Seed = 0
+    max_length: Annotated[int, Field(ge=8, le=512)] = 128
+    dropout: Share | None = None
+    attention_dropout: Share | None = None
+    classifier_dropout: Share | None = None
+    train_size: Count | None = None
     source: Literal["files", "datasets"] = "files"
 
     def __post_init__(self) -> None:
@@ -63,14 +64,6 @@ class LanguageConfig:
         kept = ("last", "validation_loss", *(f"validation_{name}" for name in self._validation_metrics))
         if self.training.keep not in kept:
             raise ValueError(f"training.keep is {self.training.keep!r}; allowed: {', '.join(map(repr, kept))}")
-        if not 8 <= self.max_length <= 512:
-            raise ValueError(f"max_length is {self.max_length!r}; allowed: 8 to 512")
-        for name in ("dropout", "attention_dropout", "classifier_dropout"):
-            rate = getattr(self, name)
-            if rate is not None and not 0.0 <= rate < 1.0:
-                raise ValueError(f"{name} is {rate!r}; allowed: from 0 to below 1, or null")
-        if self.train_size is not None and self.train_size < 1:
-            raise ValueError(f"train_size is {self.train_size!r}; allowed: at least 1, or null")
 
     @property
     def _validation_metrics(self) -> tuple[str, ...]:
@@ -122,7 +115,7 @@ class LoadedRun:
 
 def load_config(name: str, settings: Sequence[str] = ()) -> LanguageConfig:
     """Read a config by its name (`mrpc`, `albert-mrpc`) or path, with `name=value` settings on top."""
-    return build_config(LanguageConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+    return read_config(LanguageConfig, name, CONFIGS, settings)
 
 
 def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:

@@ -87,6 +87,6 @@ def read_rule(folder: Path, method: str) -> TrustRule | None:
     if values is None:
         return None
     try:
-        return build_config(TrustRule, values, "trust.")
+        return build_config(TrustRule, values, "trust")
     except (TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{path} cannot be used ({error}); run `bayesattn evaluate {folder}` again") from None

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override
+from bayesattn_recipes.common.config import Count, MetricLog, Positive, Seed, Share, config_class, read_config
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.translation.batches import Corpus, encode_pairs, make_batch, token_batches
 from bayesattn_recipes.translation.data import load_splits
@@ -25,7 +26,7 @@ RECIPE = "translation"
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@dataclass(frozen=True)
+@config_class
 class TranslationConfig:
     """Everything that decides a run.
 
@@ -54,41 +55,27 @@ class TranslationConfig:
     dataset: str = "multi30k"
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=30, clip_norm=5.0))
-    seed: int = 0
-    train_size: int | None = None
-    vocabulary_size: int = 10_000
+    seed: Seed = 0
+    train_size: Count | None = None
+    vocabulary_size: Annotated[int, Field(ge=5)] = 10_000
     lowercase: bool = False
-    max_tokens: int = 125
-    batch_tokens: int = 4096
-    pad_to: int = 1
-    embedding_dim: int = 512
-    encoder_dim: int = 512
-    decoder_dim: int = 768
-    attention_dim: int = 512
-    num_layers: int = 2
-    dropout: float = 0.3
-    learning_rate: float = 1e-3
-    warmup: float = 0.05
+    max_tokens: Count = 125
+    batch_tokens: Count = 4096
+    pad_to: Count = 1
+    embedding_dim: Count = 512
+    encoder_dim: Count = 512
+    decoder_dim: Count = 768
+    attention_dim: Count = 512
+    num_layers: Count = 2
+    dropout: Share = 0.3
+    learning_rate: Positive = 1e-3
+    warmup: Share = 0.05
     decoder_mode: Mode = "eager"
-
-    def __post_init__(self) -> None:
-        least = {"train_size": 1, "vocabulary_size": 5, "max_tokens": 1, "batch_tokens": 1, "pad_to": 1, "num_layers": 1}
-        least |= dict.fromkeys(("embedding_dim", "encoder_dim", "decoder_dim", "attention_dim"), 1)
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ValueError(f"{name} is {value!r}; allowed: an integer of at least {smallest}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout!r}; allowed: at least 0 and below 1")
-        if not 0.0 <= self.warmup < 1.0:
-            raise ValueError(f"warmup is {self.warmup!r}; allowed: at least 0 and below 1")
-        if not 0.0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number above 0")
 
 
 def load_config(name: str, settings: Sequence[str] = ()) -> TranslationConfig:
     """Read a config by its name (`multi30k-wc`) or path, with `name=value` settings on top."""
-    return build_config(TranslationConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+    return read_config(TranslationConfig, name, CONFIGS, settings)
 
 
 def build_model(config: TranslationConfig, vocabulary_size: int) -> Translator:

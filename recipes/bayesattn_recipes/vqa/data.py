@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from bayesattn_recipes.common.config import Count, Share, config_class
 from bayesattn_recipes.common.sources import explained
 from bayesattn_recipes.vision.annotations import Question
 from bayesattn_recipes.vision.features import Regions
@@ -30,7 +31,7 @@ SHAPES_SEEDS = {"train": 1, "validation": 2, "test": 3}
 SHAPES_TEST_IMAGES = 250
 
 
-@dataclass(frozen=True)
+@config_class
 class DataConfig:
     """Which questions, and which words and answers of them are known.
 
@@ -47,20 +48,13 @@ class DataConfig:
     """
 
     dataset: DatasetName = "shapes"
-    train_images: int = 1200
-    validation_share: float = 0.1
-    word_min_count: int = 1
-    answer_min_count: int = 1
-    max_words: int = 14
+    train_images: Count = 1200
+    validation_share: Share = 0.1
+    word_min_count: Count = 1
+    answer_min_count: Count = 1
+    max_words: Count = 14
     scale_features: bool = True
     word_vectors: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("train_images", "word_min_count", "answer_min_count", "max_words"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
-        if not 0.0 <= self.validation_share < 1.0:
-            raise ValueError(f"validation_share is {self.validation_share!r}; allowed: 0 ≤ validation_share < 1")
 
 
 @dataclass(frozen=True)

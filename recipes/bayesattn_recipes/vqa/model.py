@@ -7,20 +7,22 @@
 so BAM replaces 3 L attention maps: 18 in both sizes of the paper. The two reductions stay soft, as there.
 """
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.functional.parts import masked_softmax
 from bayesattn.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from bayesattn_recipes.baselines import attention_options
+from bayesattn_recipes.common.config import Count, Share, config_class
 from bayesattn_recipes.vqa.vocabulary import PADDING, Vocabulary
 
 
-@dataclass(frozen=True)
+@config_class
 class MCANSize:
     """Sizes of the model; the defaults are the paper's small one, `large` doubles width, feed-forward and fused width.
 
@@ -38,28 +40,20 @@ class MCANSize:
             right of anything; 0: regions without a place, as in MCAN, whose boxes overlap.
     """
 
-    width: int = 512
-    num_heads: int = 8
-    num_layers: int = 6
-    feedforward_dim: int = 2048
-    word_dim: int = 300
-    reduction_dim: int = 512
-    fused_dim: int = 1024
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    grid_cells: int = 0
+    width: Count = 512
+    num_heads: Count = 8
+    num_layers: Count = 6
+    feedforward_dim: Count = 2048
+    word_dim: Count = 300
+    reduction_dim: Count = 512
+    fused_dim: Count = 1024
+    dropout: Share = 0.1
+    attention_dropout: Share = 0.0
+    grid_cells: Annotated[int, Field(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        if self.grid_cells < 0:
-            raise ValueError(f"grid_cells is {self.grid_cells!r}; allowed: an integer of at least 0")
-        for name in ("width", "num_heads", "num_layers", "feedforward_dim", "word_dim", "reduction_dim", "fused_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
         if self.width % self.num_heads:
             raise ValueError(f"num_heads is {self.num_heads!r}; allowed: a divisor of width {self.width}")
-        for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 0 ≤ {name} < 1")
 
 
 class AttentionalReduction(nn.Module):

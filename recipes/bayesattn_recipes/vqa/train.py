@@ -1,7 +1,7 @@
 """Train MCAN with soft or Bayesian attention."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from bayesattn.evaluation.runs import CHECKPOINT_FILE, RunError, read_tensors
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, seed_everything
+from bayesattn_recipes.common.config import Count, MetricLog, Positive, Seed, config_class, read_config, seed_everything
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn_recipes.common.replay import is_recordable
 from bayesattn_recipes.vqa.accuracy import soft_targets
@@ -27,7 +27,7 @@ RECIPE = "vqa"
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@dataclass(frozen=True)
+@config_class
 class VQAConfig:
     """Everything that decides a run; with the same values and data it repeats exactly on the same machine.
 
@@ -51,26 +51,20 @@ class VQAConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: MCANSize = field(default_factory=MCANSize)
-    seed: int = 0
-    learning_rate: float = 1e-4
-    warmup_epochs: int = 4
-    decay_from: int = 10
-    decay_every: int = 2
-    decay_factor: float = 0.2
+    seed: Seed = 0
+    learning_rate: Positive = 1e-4
+    warmup_epochs: Count = 4
+    decay_from: Count = 10
+    decay_every: Count = 2
+    decay_factor: Positive = 0.2
 
     def __post_init__(self) -> None:
         self.attention.check_layers()
-        for name in ("warmup_epochs", "decay_from", "decay_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
-        for name in ("learning_rate", "decay_factor"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number above 0")
 
 
 def load_config(name: str, settings: Sequence[str] = ()) -> VQAConfig:
     """Read a config by its name (`daquar-wc`) or path, with `name=value` settings on top."""
-    return build_config(VQAConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+    return read_config(VQAConfig, name, CONFIGS, settings)
 
 
 def learning_rate_factor(config: VQAConfig, epoch: int) -> float:

@@ -243,9 +243,7 @@ def test_plain_config_builds_plain_bayesian_attention():
 
 
 def test_yaml_values_become_a_choice():
-    config = build_config(
-        AttentionChoice, {"variant": "hard-reinforce", "baseline": "self-critical", "entropy_bonus": "1e-2"}
-    )
+    config = build_config(AttentionChoice, {"variant": "hard-reinforce", "baseline": "self-critical", "entropy_bonus": 1e-2})
     assert (config.variant, config.baseline, config.entropy_bonus) == ("hard-reinforce", "self-critical", 0.01)
 
 
