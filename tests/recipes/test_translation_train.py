@@ -439,7 +439,7 @@ def test_runs_that_diverge_and_runs_that_are_missing_leave_a_table(simple_scores
     monkeypatch.setattr(reproduce, "load_splits", lambda name, data: splits)
     monkeypatch.setattr(reproduce, "NUM_SAMPLES", 2)
     words = {"data": None, "out": tmp_path, "settings": [*TINY, "training.epochs=1"], "console": Console(file=io.StringIO())}
-    with pytest.raises(ValueError, match="no run of multi30k-soft is finished"):
+    with pytest.raises(ValueError, match="no run of multi30k-soft has finished"):
         reproduce.reproduce(["multi30k"], ["soft"], num_seeds=1, minutes=0.0, **words)
     reproduce.reproduce(["multi30k"], ["soft"], num_seeds=1, **words)
 

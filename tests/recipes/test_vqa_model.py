@@ -183,8 +183,8 @@ def test_learning_rate_follows_the_papers_schedule():
     ("settings", "message"),
     [
         ({"num_heads": 5}, "num_heads is 5; allowed: a divisor of width 512"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"num_layers": 0}, "num_layers is 0; allowed: an integer of at least 1"),
+        ({"dropout": 1.0}, "dropout is 1; allowed: below 1"),
+        ({"num_layers": 0}, "num_layers is 0; allowed: at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused(settings, message):

@@ -6,7 +6,7 @@ machine can score.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,18 +25,19 @@ from bayesattn_recipes.captioning.train import (
     search_options,
     train_run,
 )
+from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after
 from bayesattn_recipes.common.tables import (
+    Cells,
+    Column,
     choose,
+    difference_table,
     markdown,
-    paired,
+    mean_table,
     print_tables,
     read_cell,
-    show,
-    show_p,
     write_cell,
     write_csv,
 )
-from bayesattn_recipes.vision.cells import Cells, at_hand, collect, deadline_after
 
 # config suffix: what the tables call it
 VARIANTS = {
@@ -57,7 +58,8 @@ PAPER = {
     "lc": (32.7, 44.0, 58.7, 75.1, 105.0, 54.8, 26.3),
     "wc": (32.8, 44.1, 58.8, 75.3, 104.5, 54.9, 26.2),
 }
-COMPARED = ("BLEU-4", "CIDEr")
+COLUMNS = (*(Column(name, name) for name in MEASURES), Column("NLL", "validation_nll", digits=3))
+COMPARED = (Column("BLEU-4", "BLEU-4"), Column("CIDEr", "CIDEr"))
 FACTS = ("validation_nll", "num_parameters", "train_seconds", "distinct_captions", "tokenizer")
 
 
@@ -89,19 +91,10 @@ def reproduce(
     deadline, pages, rows = deadline_after(minutes), [], []
     for dataset in choose("datasets", names, known, at_hand(known, data)):
         found = load_data(dataset, None if dataset == "shapes" else data)
-        configs = {variant: load_config(f"{dataset}-{variant}", settings) for variant in chosen}
-
-        def read(variant: str, seed: int, configs: Any = configs) -> dict[str, Any] | None:
-            config = dataclasses.replace(configs[variant], seed=seed)
-            return read_cell(cell_folder(out, variant, config) / "cell.json", dataclasses.asdict(config))
-
-        def run(variant: str, seed: int, on_progress: Any, configs: Any = configs, found: Any = found) -> dict[str, Any]:
-            config = dataclasses.replace(configs[variant], seed=seed)
-            return run_cell(config, found, cell_folder(out, variant, config), on_progress)
-
-        cells = collect(dataset, chosen, num_seeds, read=read, run=run, deadline=deadline, console=console)
+        work = CaptioningRuns({variant: load_config(f"{dataset}-{variant}", settings) for variant in chosen}, found)
+        cells = collect(dataset, chosen, num_seeds, work, out, deadline=deadline, console=console)
         with console.status("scoring captions"):
-            scored = score_cells(cells, found, out / dataset)
+            scored = score_cells(cells, found, out / "scores", dataset)
         for search, table in scored.items():
             pages.append(_page(f"{dataset}, {search}", table))
             rows += [
@@ -116,46 +109,46 @@ def reproduce(
     return out / "captioning.md"
 
 
-def cell_folder(out: Path, variant: str, config: CaptioningConfig) -> Path:
-    """Return the run folder of a cell, which also holds its captions."""
-    return out / config.dataset / f"{variant}-{config.seed}"
+@dataclasses.dataclass(frozen=True)
+class CaptioningRuns:
+    """The runs of one data set: its configs by variant, and its images."""
+
+    configs: dict[str, CaptioningConfig]
+    data: CaptionData
+
+    def identity(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return the config of a run."""
+        return dataclasses.asdict(dataclasses.replace(self.configs[variant], seed=seed))
+
+    def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
+        """Train one run and let it describe the test images, by its own search and by the paper's greedy one."""
+        config = dataclasses.replace(self.configs[variant], seed=seed)
+        log = train_run(config, folder, on_progress, data=self.data, resume=True)
+        _, model = load_run(folder)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        options = search_options(config)
+        searches = {"greedy search": {**options, "num_beams": 1}}
+        if config.num_beams > 1:
+            searches[f"{config.num_beams} beams"] = options
+        split, facts = self.data.splits["test"], read_run(folder)
+        kept = [row for row in log.rows if row["is_best"]][-1] if config.training.keep != "last" else log.rows[-1]
+        return {
+            "captions": {name: caption_split(model, self.data, split, **found) for name, found in searches.items()},
+            "validation_nll": kept["validation_nll"],
+            "validation_bleu": kept["validation_bleu"],
+            "num_parameters": facts["num_parameters"],
+            "train_seconds": facts["train_seconds"],
+        }
 
 
-def run_cell(
-    config: CaptioningConfig,
-    data: CaptionData,
-    folder: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Train one run and let it describe the test images, by its own search and by the paper's greedy one."""
-    log = train_run(config, folder, on_progress, data=data, resume=True)
-    _, model = load_run(folder)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    options = search_options(config)
-    searches = {"greedy search": {**options, "num_beams": 1}}
-    if config.num_beams > 1:
-        searches[f"{config.num_beams} beams"] = options
-    split, facts = data.splits["test"], read_run(folder)
-    kept = [row for row in log.rows if row["is_best"]][-1] if config.training.keep != "last" else log.rows[-1]
-    measures = {
-        "captions": {name: caption_split(model, data, split, **found) for name, found in searches.items()},
-        "validation_nll": kept["validation_nll"],
-        "validation_bleu": kept["validation_bleu"],
-        "num_parameters": facts["num_parameters"],
-        "train_seconds": facts["train_seconds"],
-    }
-    write_cell(folder / "cell.json", dataclasses.asdict(config), measures)
-    return measures
-
-
-def score_cells(cells: Cells, data: CaptionData, folder: Path) -> dict[str, Cells]:
-    """Return the scores of all captions, by search; what the same tools scored before is read."""
+def score_cells(cells: Cells, data: CaptionData, folder: Path, dataset: str) -> dict[str, Cells]:
+    """Return the scores of all captions, by search; what the same tools scored before is read from the folder."""
     references = data.splits["test"].captions
-    found: dict[str, Cells] = {}
+    found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for variant, by_seed in cells.items():
         for seed, cell in by_seed.items():
             for search, captions in cell["captions"].items():
-                path = folder / f"{variant}-{seed}" / f"scores-{search.replace(' ', '-')}-{tools()}.json"
+                path = folder / f"{dataset}-{variant}-{seed}-{search.replace(' ', '-')}-{tools()}.json"
                 scores = read_cell(path, {"captions": captions})
                 if scores is None:
                     # as JSON gives it back
@@ -165,10 +158,10 @@ def score_cells(cells: Cells, data: CaptionData, folder: Path) -> dict[str, Cell
                 facts |= {"distinct_captions": len(set(captions)), "tokenizer": scores["tokenizer"]}
                 values = {**scores["values"], "skipped": scores["skipped"], **facts}
                 found.setdefault(search, {}).setdefault(variant, {})[seed] = values
-    return found
+    return dict(found)
 
 
-def _numbers(cell: dict[str, Any]) -> dict[str, Any]:
+def _numbers(cell: Mapping[str, Any]) -> dict[str, Any]:
     return {name: cell.get(name, "") for name in (*MEASURES, *FACTS)}
 
 
@@ -177,40 +170,15 @@ def _page(title: str, cells: Cells) -> str:
     first = next(iter(next(iter(cells.values())).values()))
     lines = [f"## {title}, ours\n", f"Mean over seeds ± half a 95 % t-interval; {first['tokenizer']} tokenizer.\n"]
     lines += [f"{name}: {reason}.\n" for name, reason in first["skipped"].items()]
-    header = ["attention", "seeds", *MEASURES, "NLL", "parameters", "seconds"]
-    rows = []
-    for variant, runs in cells.items():
-        measured = [_summary(runs, name) for name in MEASURES]
-        nll = show(over_runs([run["validation_nll"] for run in runs.values()]), digits=3)
-        size = f"{next(iter(runs.values()))['num_parameters']:,}"
-        seconds = over_runs([run["train_seconds"] for run in runs.values()]).value
-        rows.append([VARIANTS[variant], str(len(runs)), *measured, nll, size, f"{seconds:.0f}"])
-    lines.append(markdown(header, rows))
-    if BASELINE in cells and len(cells) > 1:
-        lines += ["\nDifference to soft, seed by seed, and p-value of a paired t-test:\n", _differences(cells)]
+    more = {
+        "parameters": lambda variant: f"{next(iter(cells[variant].values()))['num_parameters']:,}",
+        "seconds": lambda variant: f"{over_runs([run['train_seconds'] for run in cells[variant].values()]).value:.0f}",
+    }
+    lines.append(mean_table(cells, COLUMNS, label=VARIANTS.__getitem__, more=more))
+    differences = difference_table(cells, COMPARED, label=VARIANTS.__getitem__, baseline=BASELINE)
+    if differences:
+        lines += ["\nDifference to soft, seed by seed, and p-value of a paired t-test:\n", differences]
     return "\n".join(lines)
-
-
-def _summary(runs: dict[int, dict[str, Any]], name: str) -> str:
-    values = [run[name] for run in runs.values() if name in run]
-    return show(over_runs(values)) if values else "–"
-
-
-def _differences(cells: Cells) -> str:
-    rows = []
-    for variant, runs in cells.items():
-        if variant == BASELINE:
-            continue
-        row = [VARIANTS[variant]]
-        for name in COMPARED:
-            if any(name not in run for run in (*runs.values(), *cells[BASELINE].values())):
-                row += ["–", "–"]
-                continue
-            seeds = sorted(runs.keys() & cells[BASELINE].keys())
-            found = paired(*({seed: part[seed][name] for seed in seeds} for part in (runs, cells[BASELINE])))
-            row += [show(found.difference), show_p(found.p_value)]
-        rows.append(row)
-    return markdown(["attention", *(part for name in COMPARED for part in (name, "p"))], rows)
 
 
 def _paper_page() -> str:

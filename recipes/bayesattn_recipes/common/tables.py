@@ -4,11 +4,11 @@ A cell of an experiment is one finished run: what identifies it (data set, varia
 one JSON file each, so an interrupted experiment goes on where it stopped.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,121 @@ def show_p(p_value: float | None) -> str:
     return "< 0.0001" if p_value < 1e-4 else f"{p_value:.2g}"
 
 
+# measures of a run by variant and seed
+Cells = Mapping[str, Mapping[int, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: What stands above it.
+        measure: Key of a run's measures, or how the number is read from them; None where a run has none.
+        scale: Factor of what is shown.
+        digits: Behind the point.
+    """
+
+    heading: str
+    measure: str | Callable[[Mapping[str, Any]], float | None]
+    scale: float = 1.0
+    digits: int = 2
+
+    def values(self, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+        """Return the measure of every run, by seed; empty where one of them lacks it."""
+        found = {
+            seed: self.measure(cell) if callable(self.measure) else cell.get(self.measure) for seed, cell in by_seed.items()
+        }
+        return {} if None in found.values() else found  # type: ignore[return-value]
+
+    def show(self, by_seed: Mapping[int, Mapping[str, Any]], *, interval: bool = True) -> str:
+        """Return the mean over runs, with its interval unless the runs are not independent."""
+        values = list(self.values(by_seed).values())
+        return _show_mean(values, self.scale, self.digits, interval) if values else "–"
+
+    def show_difference(
+        self, ours: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]], *, interval: bool = True
+    ) -> list[str]:
+        """Return ours minus the baseline over the seeds that both have, and the p-value of a paired t-test."""
+        first, second = self.values(ours), self.values(baseline)
+        seeds = sorted(first.keys() & second.keys())
+        if not seeds:
+            return ["–", "–"]
+        if not interval:
+            return [_show_mean([first[seed] - second[seed] for seed in seeds], self.scale, self.digits, interval), "–"]
+        found = paired({seed: first[seed] for seed in seeds}, second)
+        return [show(found.difference, self.scale, self.digits), show_p(found.p_value)]
+
+
+def _show_mean(values: Sequence[float], scale: float, digits: int, interval: bool) -> str:
+    summary = over_runs(values)
+    return show(summary if interval else replace(summary, low=None, high=None), scale, digits)
+
+
+def mean_table(
+    cells: Cells,
+    columns: Sequence[Column],
+    *,
+    first: str = "attention",
+    label: Callable[[str], str] = str,
+    has_seeds: bool = True,
+    more: Mapping[str, Callable[[str], str]] | None = None,
+    sharing: Sequence[str] = (),
+) -> str:
+    """Return a Markdown table with a row per variant: means over seeds with their intervals.
+
+    Args:
+        cells: The finished runs.
+        columns: What is shown.
+        first: Heading of the variants.
+        label: What the table calls a variant.
+        has_seeds: Whether the second column counts the runs.
+        more: Further columns, by heading: what stands there for a variant.
+        sharing: Variants whose runs are not independent, and have no interval.
+    """
+    further = more or {}
+    header = [first, *(["seeds"] if has_seeds else []), *(column.heading for column in columns), *further]
+    rows = []
+    for variant, by_seed in cells.items():
+        counted = [str(len(by_seed))] if has_seeds else []
+        numbers = [column.show(by_seed, interval=variant not in sharing) for column in columns]
+        rows.append([label(variant), *counted, *numbers, *(find(variant) for find in further.values())])
+    return markdown(header, rows)
+
+
+def difference_table(
+    cells: Cells,
+    columns: Sequence[Column],
+    *,
+    first: str = "attention",
+    label: Callable[[str], str] = str,
+    baseline: str = "soft",
+    variants: Sequence[str] | None = None,
+    sharing: Sequence[str] = (),
+) -> str:
+    """Return a Markdown table of paired differences to a baseline; empty where it or everything else is missing.
+
+    Args:
+        cells: The finished runs.
+        columns: What is compared.
+        first: Heading of the variants.
+        label: What the table calls a variant.
+        baseline: The variant that all others are compared with.
+        variants: Those; None takes all others.
+        sharing: Variants whose runs are not independent, and have neither interval nor test.
+    """
+    others = [variant for variant in cells if variant != baseline and (variants is None or variant in variants)]
+    if baseline not in cells or not others:
+        return ""
+    rows = []
+    for variant in others:
+        pairs = (
+            column.show_difference(cells[variant], cells[baseline], interval=variant not in sharing) for column in columns
+        )
+        rows.append([label(variant), *itertools.chain.from_iterable(pairs)])
+    return markdown([first, *(part for column in columns for part in (column.heading, "p"))], rows)
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; the first column is left-aligned, the others right."""
     lines = [list(header), ["---", *["--:"] * (len(header) - 1)], *map(list, rows)]
@@ -104,7 +219,7 @@ def _plain(name: str) -> str:
 def print_tables(console: Console, text: str) -> None:
     """Print Markdown for a reader: the cells of every table in columns, and no line broken."""
     lines: list[str] = []
-    for is_table, group in groupby(text.splitlines(), key=lambda line: line.startswith("|")):
+    for is_table, group in itertools.groupby(text.splitlines(), key=lambda line: line.startswith("|")):
         part = list(group)
         lines += _aligned(part) if is_table else part
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

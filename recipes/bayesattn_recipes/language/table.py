@@ -1,7 +1,6 @@
 """Tables and calibration plots of finished cells: mean ± 95 % interval over seeds, paired with soft, beside the paper's."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bayesattn.evaluation.aggregate import Summary, over_runs
 from bayesattn.evaluation.runs import read_predictions, write_bytes
 from bayesattn.metrics import tabulate_predictions
 from bayesattn.plots import plot_calibration, plot_reliability
-from bayesattn_recipes.common.tables import markdown, paired, print_tables, show, show_p, write_csv
+from bayesattn_recipes.common.tables import Column, difference_table, markdown, mean_table, print_tables, write_csv
 from bayesattn_recipes.language.measure import read_answers, sureness
 from bayesattn_recipes.language.tasks import PAPER_F1, Task, find_task
 
@@ -23,7 +21,7 @@ CALIBRATION_FOLDER = "calibration"
 MEANS_FOLDER = "means"
 # rows whose cells share runs: numbers that are not independent have no interval and no test
 SHARING_ROWS = ("ensemble",)
-# metric: heading, factor, digits. Scaled: after the temperature that suits the validation texts best
+# of classes; scaled: after the temperature that suits the validation texts best
 UNCERTAINTY = {
     "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1),
     "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
@@ -33,6 +31,7 @@ ANSWERS = {
     "answer_nll": ("NLL", 1.0, 3), "answer_ece": ("ECE %", 100.0, 1), "answer_aurc": ("AURC %", 100.0, 2),
 }  # fmt: skip
 SPREAD = {"rmse": ("RMSE", 1.0, 3), "mean_deviation": ("spread of draws", 1.0, 3)}
+# by kind of task and metric: heading, factor, digits
 _EXTRA = {"classification": UNCERTAINTY, "spans": ANSWERS, "regression": SPREAD}
 _NAMES = {
     "accuracy": "accuracy", "f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman",
@@ -75,22 +74,32 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
     by_row = {row: {cell["seed"]: cell for cell in cells if cell["row"] == row} for row in rows}
     main = task.metrics[0]
     extra = _EXTRA[task.kind]
-    header = ["variant", "seeds", *(f"{_NAMES[m]}, no draws" for m in task.metrics), f"{_NAMES[main]}, draws"]
-    header += [heading for heading, _, _ in extra.values()] + ["paper"]
-    lines = []
-    for row, found in by_row.items():
-        numbers = [_summary(row, found, "plain", "test", metric, 100.0, 2) for metric in task.metrics]
-        numbers.append(_summary(row, found, "drawn", "test", main, 100.0, 2))
-        numbers += [_summary(row, found, "best", "test", metric, *form[1:]) for metric, form in extra.items()]
-        lines.append([row, str(len(found)), *numbers, _paper(task, row)])
-    text = f"### {name}\n\n{_examples(cells[0]['run'])}\n\n" + markdown(header, lines)
-    forms = {name: (_NAMES[name], 100.0, 2) for name in task.metrics if name in (main, "accuracy")}
-    forms |= {metric: form for metric, form in extra.items() if metric not in ("pavpu_05", "mean_deviation")}
-    text += _against(by_row, "soft", [row for row in rows if row != "soft"], forms)
+    columns = [_column(f"{_NAMES[metric]}, no draws", metric, 100.0, 2, part="plain") for metric in task.metrics]
+    columns.append(_column(f"{_NAMES[main]}, draws", main, 100.0, 2, part="drawn"))
+    columns += [_column(heading, metric, scale, digits) for metric, (heading, scale, digits) in extra.items()]
+    text = f"### {name}\n\n{_examples(cells[0]['run'])}\n\n" + mean_table(
+        by_row, columns, first="variant", more={"paper": lambda row: _paper(task, row)}, sharing=SHARING_ROWS
+    )
+    compared = [_column(_NAMES[metric], metric, 100.0, 2) for metric in task.metrics if metric in (main, "accuracy")]
+    compared += [_column(form[0], m, *form[1:]) for m, form in extra.items() if m not in ("pavpu_05", "mean_deviation")]
     # a Bayesian row has to beat what soft attention gives for nothing
-    text += _against(by_row, "dropout", [row for row in rows if row.startswith("BAM")], forms)
+    for baseline, others in (("soft", rows), ("dropout", [row for row in rows if row.startswith("BAM")])):
+        found = difference_table(
+            by_row, compared, first=f"minus {baseline}, paired", baseline=baseline, variants=others, sharing=SHARING_ROWS
+        )
+        text += "\n" + found if found else ""
     shifted = [split for split in next(iter(cells))["plain"]["splits"] if split not in ("validation", "test")]
     return text + (_shifted(by_row, shifted, main) if shifted else "")
+
+
+def _column(heading: str, metric: str, scale: float, digits: int, *, part: str = "best", split: str = "test") -> Column:
+    """Return the column of a metric: without draws (`plain`), with them (`drawn`), or with them where the row has any."""
+
+    def read(cell: Mapping[str, Any]) -> float | None:
+        source = (cell["drawn"] or cell["plain"]) if part == "best" else cell[part]
+        return None if source is None else source["splits"].get(split, {}).get(metric)
+
+    return Column(heading, read, scale, digits)
 
 
 def _examples(run: dict[str, Any]) -> str:
@@ -101,28 +110,6 @@ def _examples(run: dict[str, Any]) -> str:
     return f"Examples: {counts}{part}." + (f" {cut:,} were longer than the model reads and lost their end." if cut else "")
 
 
-def _values(found: dict[int, Cell], part: str, split: str, metric: str) -> dict[int, float] | None:
-    """Return a measure by seed; `best` is with draws where the row has them. None where some cell has no such measure."""
-    values = {}
-    for seed, cell in found.items():
-        source = (cell["drawn"] or cell["plain"]) if part == "best" else cell[part]
-        value = None if source is None else source["splits"].get(split, {}).get(metric)
-        if value is None:
-            return None
-        values[seed] = value
-    return values
-
-
-def _summary(row: str, found: dict[int, Cell], part: str, split: str, metric: str, scale: float, digits: int) -> str:
-    values = _values(found, part, split, metric)
-    return "–" if values is None else show(_mean(row, list(values.values())), scale, digits)
-
-
-def _mean(row: str, values: Sequence[float]) -> Summary:
-    summary = over_runs(values)
-    return replace(summary, low=None, high=None) if row in SHARING_ROWS else summary
-
-
 def _paper(task: Task, row: str) -> str:
     if task.paper is None or row not in ("soft", "BAM-WC"):
         return "–"
@@ -131,52 +118,30 @@ def _paper(task: Task, row: str) -> str:
     return f"{task.paper[place]:.2f}{second}"
 
 
-def _against(
-    by_row: dict[str, dict[int, Cell]], baseline: str, rows: Sequence[str], forms: dict[str, tuple[str, float, int]]
-) -> str:
-    """Return the paired differences of some rows to another; empty where one of them is not in the table."""
-    if baseline not in by_row or not rows:
-        return ""
-    lines = [[row, *_differences(by_row, baseline, row, "test", forms)] for row in rows]
-    header = [f"minus {baseline}, paired", *(part for heading, _, _ in forms.values() for part in (heading, "p"))]
-    return "\n" + markdown(header, lines)
-
-
-def _differences(
-    by_row: dict[str, dict[int, Cell]], baseline: str, row: str, split: str, forms: dict[str, tuple[str, float, int]]
-) -> list[str]:
-    """Return, for every metric, by how much a row differs from another with the same seeds, and the p-value of that."""
-    shown = []
-    for metric, (_, scale, digits) in forms.items():
-        ours, theirs = (_values(by_row.get(name, {}), "best", split, metric) for name in (row, baseline))
-        seeds = sorted((ours or {}).keys() & (theirs or {}).keys())
-        if ours is None or theirs is None or not seeds or row == baseline:
-            shown += ["–", "–"]
-        elif row in SHARING_ROWS:
-            shown += [show(_mean(row, [ours[seed] - theirs[seed] for seed in seeds]), scale, digits), "–"]
-        else:
-            compared = paired({seed: ours[seed] for seed in seeds}, theirs)
-            shown += [show(compared.difference, scale, digits), show_p(compared.p_value)]
-    return shown
-
-
 def _shifted(by_row: dict[str, dict[int, Cell]], splits: Sequence[str], main: str) -> str:
-    likelihood = {"answer_nll" if main == "exact_match" else "nll": ("NLL", 1.0, 3)}
-    forms = {main: (_NAMES[main], 100.0, 2), **likelihood, "ece": ("ECE %", 100.0, 1)}
-    forms |= {"ood_auroc_entropy": ("OOD AUROC %", 100.0, 1), "ood_auroc_mutual_information": ("by MI %", 100.0, 1)}
-    if main == "exact_match":
-        forms["answer_ece"] = forms.pop("ece")
+    is_spans = main == "exact_match"
+    forms = {
+        main: (_NAMES[main], 100.0, 2),
+        "answer_nll" if is_spans else "nll": ("NLL", 1.0, 3),
+        **({} if is_spans else {"ece": ("ECE %", 100.0, 1)}),
+        "ood_auroc_entropy": ("OOD AUROC %", 100.0, 1),
+        "ood_auroc_mutual_information": ("by MI %", 100.0, 1),
+    }
+    if is_spans:
+        forms["answer_ece"] = ("ECE %", 100.0, 1)
         forms |= {"ood_auroc_answer": ("by answer %", 100.0, 1), "ood_auroc_null_score": ("by null score %", 100.0, 1)}
-    lines = [
-        [
-            split,
-            row,
-            *(_summary(row, found, "best", split, metric, scale, digits) for metric, (_, scale, digits) in forms.items()),
-            *_differences(by_row, "soft", row, split, likelihood),
+    lines = []
+    for split in splits:
+        columns = [
+            _column(heading, metric, scale, digits, split=split) for metric, (heading, scale, digits) in forms.items()
         ]
-        for split in splits
-        for row, found in by_row.items()
-    ]
+        likelihood = columns[1]
+        for row, found in by_row.items():
+            is_independent = row not in SHARING_ROWS
+            numbers = [column.show(found, interval=is_independent) for column in columns]
+            baseline = {} if row == "soft" else by_row.get("soft", {})
+            difference = likelihood.show_difference(found, baseline, interval=is_independent)
+            lines.append([split, row, *numbers, *difference])
     header = ["shifted test set", "variant", *(form[0] for form in forms.values()), "NLL minus soft, paired", "p"]
     return "\n" + markdown(header, lines)
 

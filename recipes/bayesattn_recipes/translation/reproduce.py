@@ -1,8 +1,6 @@
 """The paper's translation table again: BLEU of every variant, with what our data sets and draws add."""
 
 import dataclasses
-import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,16 +9,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.cli.progress import show_runs
 from bayesattn.evaluation.runs import read_run, write_bytes
-from bayesattn_recipes.common import tables as _tables
 from bayesattn_recipes.common.guards import Diverged
+from bayesattn_recipes.common.reproduce import collect, deadline_after
+from bayesattn_recipes.common.tables import choose, print_tables, write_csv
 from bayesattn_recipes.translation import bleu
 from bayesattn_recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
 from bayesattn_recipes.translation.figures import rejection_figure, write_figure
 from bayesattn_recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
 from bayesattn_recipes.translation.tables import (
-    Cells,
     calibration_csv_rows,
     comparison_csv_rows,
     csv_rows,
@@ -65,77 +62,65 @@ def reproduce(
         minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains
             nothing.
     """
-    datasets = _tables.choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
+    datasets = choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
     if variants is not None:
-        variants = list(dict.fromkeys(("soft", *_tables.choose("variants", variants, VARIANTS))))
+        variants = list(dict.fromkeys(("soft", *choose("variants", variants, VARIANTS))))
     bleu.corpus_bleu(["a"], ["a"])  # before hours of training: is sacrebleu there?
     wanted = {
         dataset: variants or [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()] for dataset in datasets
     }
     loaded = {dataset: load_splits(dataset, data) for dataset in datasets}
     foreign = load_out_of_domain(data) if data is not None else None
-    ends = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
-    parts, done = [], 0
-    with show_runs(console, sum(map(len, wanted.values())) * num_seeds) as display:
-        for dataset in datasets:
-            cells: Cells = {variant: {} for variant in wanted[dataset]}
-            # all variants of a seed, then the next seed: what an interrupted experiment leaves can be compared
-            for seed, variant in itertools.product(range(num_seeds), cells):
-                name = f"{dataset}-{variant}-{seed}"
-                config = load_config(f"{dataset}-{variant}", [*settings, f"seed={seed}"])
-                if time.monotonic() < ends or (out / "cells" / f"{name}.json").exists():
-                    closely = variant in CLOSELY
-                    display.begin(name, done)
-                    cells[variant][seed] = run_cell(
-                        name, config, loaded[dataset], foreign, out,
-                        closely=closely, on_progress=lambda step, steps, done=done: display.advance(done + step / steps),
-                    )  # fmt: skip
-                done += 1
-                display.advance(done)
-            if not cells["soft"]:
-                raise ValueError(f"minutes is {minutes}, and no run of {dataset}-soft is finished; allowed: more minutes")
-            _tables.write_csv(out / f"{dataset}.csv", csv_rows(dataset, cells))
-            _tables.write_csv(out / f"{dataset}-uncertainty.csv", uncertainty_csv_rows(dataset, cells))
-            _tables.write_csv(out / f"{dataset}-calibration.csv", calibration_csv_rows(dataset, cells))
-            comparisons = comparison_csv_rows(dataset, cells, loaded[dataset])
-            if comparisons:
-                _tables.write_csv(out / f"{dataset}-comparisons.csv", comparisons)
-            write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
-            parts.append(render(dataset, cells, comparisons, split_hash(loaded[dataset])))
+    deadline, parts = deadline_after(minutes), []
+    for dataset in datasets:
+        splits = loaded[dataset]
+        work = TranslationRuns(dataset, splits, foreign, tuple(settings))
+        cells = collect(dataset, wanted[dataset], num_seeds, work, out, deadline=deadline, console=console, required="soft")
+        comparisons = comparison_csv_rows(dataset, cells, splits)
+        files = {
+            "": csv_rows(dataset, cells),
+            "-uncertainty": uncertainty_csv_rows(dataset, cells),
+            "-calibration": calibration_csv_rows(dataset, cells),
+            **({"-comparisons": comparisons} if comparisons else {}),
+        }
+        for ending, rows in files.items():
+            write_csv(out / f"{dataset}{ending}.csv", rows)
+        write_figure(out / f"{dataset}-rejection.png", rejection_figure(cells, title=dataset))
+        parts.append(render(dataset, cells, comparisons, split_hash(splits)))
     text = "\n".join(parts)
     write_bytes(out / "translation.md", text.encode())
-    _tables.print_tables(console, text)
+    print_tables(console, text)
     return out / "translation.md"
 
 
-def run_cell(
-    name: str,
-    config: TranslationConfig,
-    splits: dict[str, Pairs],
-    foreign: Pairs | None,
-    out: Path,
-    *,
-    closely: bool = True,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Return the measures of one run; trained, and measured, only where `out` does not have them.
+@dataclasses.dataclass(frozen=True)
+class TranslationRuns:
+    """The runs of one data set, and the out-of-domain test set, where it is at hand."""
 
-    A run that diverges is a result too: its measures are `diverged`, the message alone.
-    """
-    path, folder = out / "cells" / f"{name}.json", out / "runs" / name
-    identity = {"config": dataclasses.asdict(config), "split_hash": split_hash(splits)}
-    measures = _tables.read_cell(path, identity)
-    if measures is None:
+    dataset: str
+    splits: dict[str, Pairs]
+    foreign: Pairs | None
+    settings: tuple[str, ...] = ()
+
+    def config(self, variant: str, seed: int) -> TranslationConfig:
+        """Return the config of a run."""
+        return load_config(f"{self.dataset}-{variant}", [*self.settings, f"seed={seed}"])
+
+    def identity(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return the config of a run, and which sentences it has seen."""
+        return {"config": dataclasses.asdict(self.config(variant, seed)), "split_hash": split_hash(self.splits)}
+
+    def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
+        """Train and measure. A run that diverges is a result too: its measures are `diverged`, the message alone."""
+        config = self.config(variant, seed)
         try:
             # an interrupted run goes on, a finished one is measured, one with other settings is refused
-            log = train_on(config, splits, folder, on_progress, resume=True)
+            log = train_on(config, self.splits, folder, on_progress, resume=True)
         except Diverged as error:
-            measures = {"diverged": str(error).partition(";")[0]}
-        else:
-            measures = measure_run(folder, config, splits, foreign, closely=closely)
-            measures["validation_perplexity"] = min(row["validation_perplexity"] for row in log.rows)
-        _tables.write_cell(path, identity, measures)
-    return measures
+            return {"diverged": str(error).partition(";")[0]}
+        measures = measure_run(folder, config, self.splits, self.foreign, closely=variant in CLOSELY)
+        measures["validation_perplexity"] = min(row["validation_perplexity"] for row in log.rows)
+        return measures
 
 
 def measure_run(

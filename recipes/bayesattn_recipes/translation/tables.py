@@ -1,18 +1,15 @@
 """The tables of `reproduce` from its finished runs: Markdown beside the paper's BLEU, and every number as CSV."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from bayesattn.evaluation.aggregate import over_runs
-from bayesattn_recipes.common import tables as _tables
+from bayesattn_recipes.common.tables import Cells, Column, markdown, mean_table, show_p
 from bayesattn_recipes.translation import bleu
 from bayesattn_recipes.translation.measure import REJECTED
 from bayesattn_recipes.translation.text import Pairs
 
 # IWSLT14 German–English, tokenised and lower-cased (Sec. 4.4); the last two are in comments of the paper's source
 PAPER_BLEU = {"soft": 32.77, "dirichlet": 30.05, "enum": 33.68, "sample": 33.30, "wc": 33.81, "lc": 33.63, "exact": 33.29}
-
-# by variant and seed; the measures of a run, or why it diverged
-Cells = dict[str, dict[int, dict[str, Any]]]
 
 
 def finished_runs(cells: Cells) -> Cells:
@@ -100,23 +97,10 @@ def render(dataset: str, cells: Cells, comparisons: list[dict[str, Any]], digest
     """Return the Markdown of one data set: quality beside the paper's BLEU, and the worth of the uncertainty."""
     finished = finished_runs(cells)
     any_soft = next(iter(finished["soft"].values()))
-    tests = list(any_soft["tests"])
-    main = tests[0]
-    rows = [
-        _quality_row(variant, by_seed, main, [row for row in comparisons if row["variant"] == variant])
-        for variant, by_seed in finished.items()
-    ]
-    header = ["attention", "seeds", f"BLEU, {main}", "− soft", "p (bootstrap), each seed", "perplexity", "token ECE"]
-    others = [
-        [
-            variant,
-            *(_show_all([cell["tests"][t]["bleu"] for cell in by_seed.values() if t in cell["tests"]]) for t in tests[1:]),
-        ]
-        for variant, by_seed in finished.items()
-    ]
+    main, *others = any_soft["tests"]
     lines = [
         f"## {dataset}, split {digest[:16]}\n\n",
-        _tables.markdown([*header, "paper, IWSLT14"], rows),
+        _quality_table(finished, main, comparisons),
         f"\n{any_soft['tests'][main]['bleu_signature']}; paired bootstrap of 1,000 resamples.\n\n",
         *(
             f"{variant}, seed {seed}, diverged: {cell['diverged']}.\n\n"
@@ -125,65 +109,62 @@ def render(dataset: str, cells: Cells, comparisons: list[dict[str, Any]], digest
             if "diverged" in cell
         ),
     ]
-    if tests[1:]:
-        lines += [_tables.markdown(["BLEU", *tests[1:]], others), "\n"]
-    lines += [_tables.markdown(_CALIBRATION_HEADER, _calibration_rows(finished)), "\n"]
-    lines += [_tables.markdown(_UNCERTAINTY_HEADER, _uncertainty_rows(finished)), "\n"]
+    if others:
+        measured = {
+            variant: {test: _only(by_seed, "tests", test) for test in others} for variant, by_seed in finished.items()
+        }
+        rows = [[v, *(_BLEU.show(by_test[test]) for test in others)] for v, by_test in measured.items()]
+        lines += [markdown(["BLEU", *others], rows), "\n"]
+    for kind, (heading, columns) in _DETAILS.items():
+        lines += [mean_table(_by_name(finished, kind), columns, first=heading, has_seeds=False), "\n"]
     return "".join(lines)
 
 
-def _show_all(values: list[float]) -> str:
-    return _tables.show(over_runs(values)) if values else "–"
+_BLEU = Column("BLEU", "bleu")
+_QUALITY = (_BLEU, Column("perplexity", "perplexity"), Column("token ECE", "token_ece", digits=3))
+_DETAILS = {
+    "calibration": (
+        "attention, draws",
+        (
+            Column("perplexity", "perplexity", digits=3),
+            Column("token accuracy", "token_accuracy", digits=4),
+            Column("token ECE", "token_ece", digits=4),
+        ),
+    ),
+    "uncertainty": (
+        "attention, draws, signal",
+        (
+            Column("Spearman chrF", "spearman_chrf", digits=3),
+            Column("Spearman BLEU", "spearman_bleu", digits=3),
+            Column("BLEU, all", lambda found: found["rejection"][0]),
+            Column("BLEU, 20 % withheld", lambda found: found["rejection"][2]),
+        ),
+    ),
+}
 
 
-def _quality_row(variant: str, by_seed: dict[int, Any], main: str, comparisons: list[dict[str, Any]]) -> list[str]:
-    def shown(name: str, digits: int = 2) -> str:
-        return _tables.show(over_runs([cell["tests"][main][name] for cell in by_seed.values()]), digits=digits)
-
-    return [
-        variant,
-        str(len(by_seed)),
-        shown("bleu"),
-        _show_all([row["difference"] for row in comparisons]),
-        ", ".join(_tables.show_p(row["bootstrap_p"]) for row in comparisons) or "–",
-        shown("perplexity"),
-        shown("token_ece", digits=3),
-        f"{PAPER_BLEU[variant]:.2f}" if variant in PAPER_BLEU else "–",
-    ]
-
-
-def _by_name(by_seed: dict[int, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Return what the seeds say under every name; a run that was not measured so closely says nothing."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for cell in by_seed.values():
-        for name, values in cell[kind].items():
-            found.setdefault(name, []).append(values)
-    return found
-
-
-_CALIBRATION_HEADER = ["attention, draws", "perplexity", "token accuracy", "token ECE"]
-
-
-def _calibration_rows(cells: Cells) -> list[list[str]]:
+def _quality_table(cells: Cells, main: str, comparisons: list[dict[str, Any]]) -> str:
+    header = ["attention", "seeds", f"BLEU, {main}", "− soft", "p (bootstrap), each seed", "perplexity", "token ECE"]
     rows = []
     for variant, by_seed in cells.items():
-        for method, found in _by_name(by_seed, "calibration").items():
-            columns = (("perplexity", 3), ("token_accuracy", 4), ("token_ece", 4))
-            rows.append(
-                [f"{variant}, {method}", *(_tables.show(over_runs([f[n] for f in found]), digits=d) for n, d in columns)]
-            )
-    return rows
+        compared = {row["seed"]: row for row in comparisons if row["variant"] == variant}
+        quality, perplexity, ece = (column.show(_only(by_seed, "tests", main)) for column in _QUALITY)
+        difference = Column("− soft", "difference").show(compared)
+        p_values = ", ".join(show_p(row["bootstrap_p"]) for row in compared.values()) or "–"
+        paper = f"{PAPER_BLEU[variant]:.2f}" if variant in PAPER_BLEU else "–"
+        rows.append([variant, str(len(by_seed)), quality, difference, p_values, perplexity, ece, paper])
+    return markdown([*header, "paper, IWSLT14"], rows)
 
 
-_UNCERTAINTY_HEADER = ["attention, draws, signal", "Spearman chrF", "Spearman BLEU", "BLEU, all", "BLEU, 20 % withheld"]
+def _only(by_seed: Mapping[int, Mapping[str, Any]], kind: str, name: str) -> dict[int, dict[str, Any]]:
+    """Return one part of the runs' measures; a run that was not measured so closely is left out."""
+    return {seed: cell[kind][name] for seed, cell in by_seed.items() if name in cell[kind]}
 
 
-def _uncertainty_rows(cells: Cells) -> list[list[str]]:
-    rows = []
-    for variant, by_seed in cells.items():
-        for signal, found in _by_name(by_seed, "uncertainty").items():
-            numbers = [[f["spearman_chrf"], f["spearman_bleu"], f["rejection"][0], f["rejection"][2]] for f in found]
-            columns = zip(*numbers, strict=True)
-            shown = [_tables.show(over_runs(list(c)), digits=d) for c, d in zip(columns, (3, 3, 2, 2), strict=True)]
-            rows.append([f"{variant}, {signal}", *shown])
-    return rows
+def _by_name(cells: Cells, kind: str) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return what the seeds of every variant say under every name."""
+    return {
+        f"{variant}, {name}": _only(by_seed, kind, name)
+        for variant, by_seed in cells.items()
+        for name in dict.fromkeys(name for cell in by_seed.values() for name in cell[kind])
+    }

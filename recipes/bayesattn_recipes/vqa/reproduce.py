@@ -16,8 +16,8 @@ from bayesattn.evaluation.runs import read_run, write_bytes
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.metrics import expected_calibration_error, pavpu
 from bayesattn.metrics.pavpu import THRESHOLDS
-from bayesattn_recipes.common.tables import choose, print_tables, read_cell, write_cell, write_csv
-from bayesattn_recipes.vision.cells import Cells, at_hand, collect, deadline_after
+from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after
+from bayesattn_recipes.common.tables import Cells, choose, print_tables, write_csv
 from bayesattn_recipes.vqa.accuracy import soft_targets, wordnet, wups
 from bayesattn_recipes.vqa.daquar import is_single
 from bayesattn_recipes.vqa.data import Split, load_splits
@@ -64,19 +64,12 @@ def reproduce(
     names = choose("datasets", names, DATASETS, at_hand(DATASETS, data))
     variants = choose("variants", variants, VARIANTS)
     deadline = deadline_after(minutes)
-    results: dict[str, Cells] = {}
-    for dataset in names:
-        results[dataset] = collect(
-            dataset,
-            variants,
-            num_seeds,
-            read=lambda variant, seed, name=dataset: Cell(name, variant, seed, out, tuple(settings)).read(),
-            run=lambda variant, seed, on_progress, name=dataset: Cell(name, variant, seed, out, tuple(settings)).run(
-                data, on_progress
-            ),
-            deadline=deadline,
-            console=console,
+    results: dict[str, Cells] = {
+        dataset: collect(
+            dataset, variants, num_seeds, VQARuns(dataset, data, tuple(settings)), out, deadline=deadline, console=console
         )
+        for dataset in names
+    }
     text = "".join(render(dataset, by_variant, NUM_SAMPLES) for dataset, by_variant in results.items())
     rows = [
         {"dataset": dataset, "variant": variant, "seed": seed, "measure": measure, "value": value}
@@ -94,43 +87,27 @@ def reproduce(
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-    """One run of the table, in a folder `out` where it is found again."""
+class VQARuns:
+    """The runs of one data set."""
 
     dataset: str
-    variant: str
-    seed: int
-    out: Path
+    data: Path | None
     settings: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
-        """Of the run folder and of the file with the measures."""
-        return f"{self.dataset}-{self.variant}-{self.seed}"
+    def config(self, variant: str, seed: int) -> VQAConfig:
+        """Return the config of a run."""
+        return load_config(f"{self.dataset}-{variant}", [*self.settings, f"seed={seed}"])
 
-    def read(self) -> dict[str, Any] | None:
-        """Return what an earlier call measured, or None."""
-        return read_cell(self._path, self._identity())
+    def identity(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return the config of a run, and how it is measured."""
+        config = dataclasses.asdict(self.config(variant, seed))
+        return {"config": config, "num_samples": NUM_SAMPLES, "levels": LEVELS[self.dataset]}
 
-    def run(self, data: Path | None, on_progress: Callable[[int, int], Any] = lambda done, total: None) -> dict[str, Any]:
+    def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
         """Train and measure."""
-        folder = self.out / self.name
-        train_run(self._config, folder, on_progress, data=data, resume=True)
-        measures = measure_run(folder, self._config, data)
-        write_cell(self._path, self._identity(), measures)
-        return measures
-
-    @property
-    def _path(self) -> Path:
-        return self.out / "cells" / f"{self.name}.json"
-
-    @property
-    def _config(self) -> VQAConfig:
-        return load_config(f"{self.dataset}-{self.variant}", [*self.settings, f"seed={self.seed}"])
-
-    def _identity(self) -> dict[str, Any]:
-        levels = LEVELS[self.dataset]
-        return {"config": dataclasses.asdict(self._config), "num_samples": NUM_SAMPLES, "levels": levels}
+        config = self.config(variant, seed)
+        train_run(config, folder, on_progress, data=self.data, resume=True)
+        return measure_run(folder, config, self.data)
 
 
 @one_thread()

@@ -1,12 +1,12 @@
 """The tables and the curve of the VQA experiment, from the measures of its runs."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
-from bayesattn_recipes.common.tables import markdown, paired, show, show_p
-from bayesattn_recipes.vision.cells import Cells
+from bayesattn_recipes.common.tables import Cells, Column, difference_table, mean_table
 
 # noise of the curve: its variance in units of the features' own; models that look at photos forget them later
 LEVELS = {"shapes": (0.5, 1.0, 2.0), "daquar": (0.5, 1.0, 2.0, 4.0, 8.0), "vqa2": (0.5, 1.0, 2.0, 4.0, 8.0)}
@@ -18,15 +18,19 @@ PAPER = {
     "wf": (66.93, 61.60, 70.09, 65.62),
     "wc": (67.02, 62.89, 71.21, 66.75),
 }
-# heading, measure, factor, digits
 COLUMNS = (
-    ("accuracy", "accuracy", 100.0, 2),
-    ("leave-one-out", "accuracy_leave_one_out", 100.0, 2),
-    ("PAvPU, p ≤ 0.01", "pavpu_01", 100.0, 2),
-    ("p ≤ 0.05", "pavpu_05", 100.0, 2),
-    ("p ≤ 0.1", "pavpu_10", 100.0, 2),
-    ("NLL", "nll", 1.0, 3),
-    ("ECE", "ece", 100.0, 2),
+    Column("accuracy", "accuracy", 100.0),
+    Column("leave-one-out", "accuracy_leave_one_out", 100.0),
+    Column("PAvPU, p ≤ 0.01", "pavpu_01", 100.0),
+    Column("p ≤ 0.05", "pavpu_05", 100.0),
+    Column("p ≤ 0.1", "pavpu_10", 100.0),
+    Column("NLL", "nll", digits=3),
+    Column("ECE", "ece", 100.0),
+)
+COMPARED = (
+    Column("accuracy", "accuracy", 100.0),
+    Column("PAvPU, p ≤ 0.05", "pavpu_05", 100.0),
+    Column("NLL", "nll", digits=3),
 )
 
 
@@ -36,85 +40,53 @@ def render(dataset: str, by_variant: Cells, num_samples: int) -> str:
     conditions = list(dict.fromkeys(key.rsplit(" accuracy_leave_one_out", 1)[0] for key in first if "leave_one_out" in key))
     text = f"## {dataset}\n\nMean over seeds ± half a 95 % t-interval; {num_samples} draws, Welch's test.\n\n"
     for condition in conditions:
-        text += f"**{_title(condition)}**\n\n"
-        header = ["attention", "seeds", *(heading for heading, *_ in COLUMNS)]
-        is_noisy = condition != "clean"
-        if dataset == "vqa2" and condition in ("clean", "variance 5"):
-            header += ["paper: accuracy", "paper: PAvPU"]
-        rows = []
-        for variant, by_seed in by_variant.items():
-            row = [variant, str(len(by_seed))]
-            for _, name, scale, digits in COLUMNS:
-                row.append(show(over_runs([cell[f"{condition} {name}"] for cell in by_seed.values()]), scale, digits))
-            if len(header) > len(row):
-                paper = PAPER.get(variant)
-                row += ["–", "–"] if paper is None else [f"{paper[is_noisy]:.2f}", f"{paper[2 + is_noisy]:.2f}"]
-            rows.append(row)
-        text += markdown(header, rows) + "\n" + _differences(by_variant, condition)
-    text += _by_kind(by_variant, first)
-    if "clean accuracy_single" in first:
-        rows = [
-            [
-                variant,
-                *(show(over_runs([cell[f"{c} accuracy_single"] for cell in by_seed.values()]), 100.0) for c in conditions),
-            ]
-            for variant, by_seed in by_variant.items()
-        ]
-        text += "**Accuracy on questions whose answer is one thing, not a list**\n\n"
-        text += markdown(["attention", *map(_title, conditions)], rows) + "\n"
-    rows = [
-        [
-            variant,
-            f"{next(iter(by_seed.values()))['num_parameters']:,}",
-            f"{over_runs([cell['train_seconds'] for cell in by_seed.values()]).value:.0f}",
-        ]
-        for variant, by_seed in by_variant.items()
+        more = _paper_columns(condition) if dataset == "vqa2" and condition in ("clean", "variance 5") else None
+        text += f"**{_title(condition)}**\n\n" + mean_table(by_variant, _of(condition, COLUMNS), more=more) + "\n"
+        differences = difference_table(
+            by_variant, _of(condition, COMPARED), first="difference", label=lambda variant: f"{variant} − soft"
+        )
+        text += differences + "\n" if differences else ""
+    kinds = [key.removeprefix("clean accuracy ") for key in first if key.startswith("clean accuracy ")]
+    columns = [
+        Column(f"{heading} {kind}", f"clean {name} {kind}", 100.0)
+        for kind in kinds
+        for heading, name in (("accuracy", "accuracy"), ("PAvPU", "pavpu_05"))
     ]
-    text += markdown(["attention", "parameters", "seconds of training"], rows) + "\n"
+    text += "**Clean, by type of question** (PAvPU at p ≤ 0.05)\n\n"
+    text += mean_table(by_variant, columns, has_seeds=False) + "\n"
+    if "clean accuracy_single" in first:
+        columns = [Column(_title(condition), f"{condition} accuracy_single", 100.0) for condition in conditions]
+        text += "**Accuracy on questions whose answer is one thing, not a list**\n\n"
+        text += mean_table(by_variant, columns, has_seeds=False) + "\n"
+    more = {
+        "parameters": lambda variant: f"{next(iter(by_variant[variant].values()))['num_parameters']:,}",
+        "seconds of training": lambda variant: f"{_mean_seconds(by_variant, variant):.0f}",
+    }
+    text += mean_table(by_variant, [], has_seeds=False, more=more) + "\n"
     if any("wups" in key for key in first):
-        header = ["attention", "WUPS 0.9", "WUPS 0.0"]
-        names = ("clean wups_0.9", "clean wups_0")
-        rows = [
-            [variant, *(show(over_runs([cell[name] for cell in by_seed.values()]), 100.0) for name in names)]
-            for variant, by_seed in by_variant.items()
-        ]
-        text += markdown(header, rows) + "\n"
+        columns = [Column("WUPS 0.9", "clean wups_0.9", 100.0), Column("WUPS 0.0", "clean wups_0", 100.0)]
+        text += mean_table(by_variant, columns, has_seeds=False) + "\n"
     elif dataset == "daquar":
         text += "WUPS was not computed: it needs nltk and its WordNet data.\n\n"
     return text
 
 
-def _differences(by_variant: Cells, condition: str) -> str:
-    """Return the paired differences of every variant to soft attention."""
-    rivals = [variant for variant in by_variant if variant != "soft"]
-    if "soft" not in by_variant or not rivals:
-        return ""
-    rows = []
-    for variant in rivals:
-        row = [f"{variant} − soft"]
-        for measure_name in ("accuracy", "pavpu_05", "nll"):
-            key = f"{condition} {measure_name}"
-            seeds = sorted(by_variant[variant].keys() & by_variant["soft"].keys())
-            pair = paired(*({seed: by_variant[v][seed][key] for seed in seeds} for v in (variant, "soft")))
-            scale, digits = (1.0, 3) if measure_name == "nll" else (100.0, 2)
-            row += [show(pair.difference, scale, digits), show_p(pair.p_value)]
-        rows.append(row)
-    return markdown(["difference", "accuracy", "p", "PAvPU, p ≤ 0.05", "p", "NLL", "p"], rows) + "\n"
+def _of(condition: str, columns: Sequence[Column]) -> list[Column]:
+    """Return the columns with the measures of one condition."""
+    return [replace(column, measure=f"{condition} {column.measure}") for column in columns]
 
 
-def _by_kind(by_variant: Cells, first: dict[str, Any]) -> str:
-    kinds = [key.removeprefix("clean accuracy ") for key in first if key.startswith("clean accuracy ")]
-    rows = []
-    for variant, by_seed in by_variant.items():
-        row = [variant]
-        for kind in kinds:
-            row += [
-                show(over_runs([cell[f"clean {name} {kind}"] for cell in by_seed.values()]), 100.0)
-                for name in ("accuracy", "pavpu_05")
-            ]
-        rows.append(row)
-    header = ["attention", *(f"{what} {kind}" for kind in kinds for what in ("accuracy", "PAvPU"))]
-    return "**Clean, by type of question** (PAvPU at p ≤ 0.05)\n\n" + markdown(header, rows) + "\n"
+def _paper_columns(condition: str) -> dict[str, Callable[[str], str]]:
+    is_noisy = condition != "clean"
+
+    def show_paper(place: int) -> Callable[[str], str]:
+        return lambda variant: f"{PAPER[variant][place]:.2f}" if variant in PAPER else "–"
+
+    return {"paper: accuracy": show_paper(is_noisy), "paper: PAvPU": show_paper(2 + is_noisy)}
+
+
+def _mean_seconds(by_variant: Cells, variant: str) -> float:
+    return over_runs([cell["train_seconds"] for cell in by_variant[variant].values()]).value
 
 
 def draw_curve(dataset: str, by_variant: Cells, path: Path) -> None:
