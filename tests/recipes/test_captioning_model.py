@@ -325,10 +325,10 @@ def test_an_unknown_decoder_mode_is_refused(monkeypatch):
         CaptioningConfig(decoder_mode="never")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 0), ("max_length", 0)])
-def test_impossible_searches_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}; allowed: an integer of at least 1"):
-        beam_search(small_model(), torch.randn(1, REGIONS, FEATURES), **{name: value})
+@pytest.mark.parametrize("name", ["num_beams", "max_length"])
+def test_impossible_searches_are_refused(name):
+    with pytest.raises(ValueError, match=r"beam, max_length are .*; allowed: integers of at least 1"):
+        beam_search(small_model(), torch.randn(1, REGIONS, FEATURES), **{name: 0})
 
 
 def test_vocabulary_keeps_frequent_words_and_survives_as_bytes():

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bayesattn_recipes.translation.beam import beam_search, length_penalty
-from bayesattn_recipes.translation.vocabulary import END, PAD, START
+from bayesattn_recipes.common.beam import beam_search, length_penalty
+from bayesattn_recipes.translation.vocabulary import END, MARKS, PAD, START
 
 VOCABULARY = 6  # the four special tokens and two words
 
@@ -43,7 +43,7 @@ def toy_model(seed, batch):
 def search(model, batch, beam, max_length, penalty=1.0, num_best=1):
     state = Chain(torch.full((batch, beam), START))
     sizes = {"batch": batch, "beam": beam, "max_length": max_length, "num_best": num_best}
-    return beam_search(model, state, penalty=penalty, **sizes)
+    return beam_search(model, state, marks=MARKS, penalty=penalty, **sizes)
 
 
 def all_hypotheses(max_length):
@@ -116,7 +116,7 @@ def test_finished_sentences_leave_the_batch_and_the_others_do_not_notice():
         return next_log_probs
 
     state = Chain(torch.full((batch, beam), START))
-    options = {"batch": batch, "beam": beam, "max_length": max_length, "num_best": 3}
+    options = {"marks": MARKS, "batch": batch, "beam": beam, "max_length": max_length, "num_best": 3}
     expected, found = beam_search(whole, state, **options), beam_search(whole, state, narrow=narrow, **options)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.scores, expected.scores)
@@ -147,9 +147,9 @@ def test_search_stops_when_nothing_can_improve():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam": 0, "max_length": 5}, "beam, max_length, num_best are 0, 5, 1; allowed"),
-        ({"beam": 2, "max_length": 0}, "beam, max_length, num_best are 2, 0, 1; allowed"),
-        ({"beam": 2, "max_length": 5, "penalty": -1.0}, "penalty is -1.0; allowed: at least 0"),
+        ({"beam": 0, "max_length": 5}, "beam, max_length are 0, 5; allowed"),
+        ({"beam": 2, "max_length": 0}, "beam, max_length are 2, 0; allowed"),
+        ({"beam": 2, "max_length": 5, "penalty": -1.0}, "num_best, penalty are 1, -1.0; allowed"),
     ],
 )
 def test_bad_values_are_named(options, message):

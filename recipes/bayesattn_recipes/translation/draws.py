@@ -17,11 +17,11 @@ from torch import Tensor
 
 from bayesattn.metrics.disagreement import entropy
 from bayesattn.prediction import sampling
+from bayesattn_recipes.common.beam import beam_search
 from bayesattn_recipes.translation.batches import Corpus, make_batch, token_batches
-from bayesattn_recipes.translation.beam import beam_search
 from bayesattn_recipes.translation.decoder import Memory
 from bayesattn_recipes.translation.model import Translator, evaluation_tokens
-from bayesattn_recipes.translation.vocabulary import END, PAD
+from bayesattn_recipes.translation.vocabulary import END, MARKS, PAD
 
 
 def available_methods(model: Translator) -> list[str]:
@@ -73,6 +73,7 @@ def decode(
         best = beam_search(
             functools.partial(model.next_log_probs, memory=memory),
             model.decoder.start(memory, beam),
+            marks=MARKS,
             batch=len(indices),
             beam=beam,
             # English is rarely longer than its German by half

@@ -7,8 +7,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bayesattn.evaluation.runs import RunError, write_bytes
+from bayesattn_recipes.common.beam import Marks
 
 PAD, UNKNOWN, START, END = range(4)
+MARKS = Marks(start=START, end=END, pad=PAD)
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 FILE = "vocabulary.json"
 # marks the beginning of a word, as in SentencePiece

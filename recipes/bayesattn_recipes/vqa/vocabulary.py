@@ -2,15 +2,17 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-PADDING, UNKNOWN = 0, 1
+from bayesattn_recipes.common.vocabulary import UNKNOWN, WordVocabulary, frequent, tensor_to_text, text_to_tensor
+
+PADDING = 0
 RESERVED = ("<padding>", "<unknown>")
 
 _NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -45,7 +47,7 @@ def normalize_answer(answer: str) -> str:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(WordVocabulary):
     """Known words and answers; the position is the index, and the first two words are padding and unknown.
 
     Args:
@@ -54,19 +56,20 @@ class Vocabulary:
         max_words: Longest question; what comes after is cut off.
     """
 
-    words: tuple[str, ...]
+    reserved = RESERVED
+
     answers: tuple[str, ...]
     max_words: int
-    word_index: dict[str, int] = field(init=False, repr=False, compare=False)
-    answer_index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.words[:2] != RESERVED:
-            raise ValueError(f"words begin with {self.words[:2]}; allowed: {RESERVED}")
+        super().__post_init__()
         if len(self.answers) < 2:
             raise ValueError(f"answers is {self.answers}; allowed: at least two")
-        object.__setattr__(self, "word_index", {word: index for index, word in enumerate(self.words)})
-        object.__setattr__(self, "answer_index", {answer: index for index, answer in enumerate(self.answers)})
+
+    @cached_property
+    def answer_index(self) -> dict[str, int]:
+        """The number of every answer."""
+        return {answer: number for number, answer in enumerate(self.answers)}
 
     @classmethod
     def build(
@@ -79,10 +82,8 @@ class Vocabulary:
         max_words: int = 14,
     ) -> "Vocabulary":
         """Count words and answers and keep the frequent ones, the most frequent first, ties in alphabetical order."""
-        words = Counter(word for question in questions for word in tokenize(question))
-        return cls(
-            (*RESERVED, *_frequent(words, word_min_count)), tuple(_frequent(Counter(answers), answer_min_count)), max_words
-        )
+        words = (word for question in questions for word in tokenize(question))
+        return cls((*RESERVED, *frequent(words, word_min_count)), tuple(frequent(answers, answer_min_count)), max_words)
 
     def encode(self, questions: Sequence[str]) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
         """Return word indices, padded at the end to the longest question, and True where there is a word.
@@ -91,8 +92,7 @@ class Vocabulary:
         """
         rows = []
         for question in questions:
-            found = [self.word_index.get(word, UNKNOWN) for word in tokenize(question)[: self.max_words]]
-            rows.append(torch.tensor(found or [UNKNOWN]))
+            rows.append(torch.tensor(self.numbers(tokenize(question)[: self.max_words]) or [UNKNOWN]))
         lengths = torch.tensor([len(row) for row in rows])
         words = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
         return words, torch.arange(words.shape[1]) < lengths[:, None]
@@ -103,21 +103,16 @@ class Vocabulary:
 
     def to_tensor(self) -> UInt8[Tensor, " bytes"]:
         """Return the vocabulary as bytes, to lie in a checkpoint beside the parameters."""
-        text = json.dumps([self.words[2:], self.answers, self.max_words])
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+        return text_to_tensor(json.dumps([self.words[2:], self.answers, self.max_words]))
 
     @classmethod
     def from_tensor(cls, content: UInt8[Tensor, " bytes"]) -> "Vocabulary":
         """Read back what `to_tensor` wrote."""
         try:
-            words, answers, max_words = json.loads(bytes(content.tolist()).decode())
+            words, answers, max_words = json.loads(tensor_to_text(content))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the checkpoint's vocabulary cannot be read: {error}") from None
         lists = isinstance(words, list) and isinstance(answers, list) and all(isinstance(w, str) for w in (*words, *answers))
         if not lists or type(max_words) is not int or max_words < 1:
             raise ValueError("the checkpoint's vocabulary cannot be read; allowed: words, answers and the longest question")
         return cls((*RESERVED, *words), tuple(answers), max_words)
-
-
-def _frequent(counts: Counter[str], least: int) -> list[str]:
-    return [word for word, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if count >= least]

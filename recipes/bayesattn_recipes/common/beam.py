@@ -1,8 +1,12 @@
 """Beam search for all sentences of a batch at once; it knows nothing of the model but its next-token probabilities.
 
-A hypothesis y of L tokens, its end token included, has the score
+There are two kinds, which differ in what becomes of a hypothesis y of L tokens that has ended.
 
-    ln p(y) / ((5 + L) / 6)^a                                                  (Wu et al., 2016; the paper: a = 1, beam 10)
+- `beam_search` sets it aside, and the search ends when no living one can be better. Its score is
+  ln p(y) / ((5 + L) / 6)^a                                                    (Wu et al., 2016; the paper: a = 1, beam 10)
+- `steady_beam_search` keeps it in the beam, where it competes with the living by ln p(y); at the end all compete by
+  ln p(y) / L^a. With one beam this is greedy search. All sentences take the same number of steps and the host never waits
+  for the device.
 """
 
 import math
@@ -14,8 +18,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesattn_recipes.translation.vocabulary import END, PAD, START
-
 # how many steps pass before the host asks the device which sentences are finished
 CHECK_EVERY = 4
 # finished sentences leave the batch when at most this share is left
@@ -25,8 +27,16 @@ LEAVE_BELOW = 0.75
 Next = Callable[[Int[Tensor, "b k"], Any], tuple[Float[Tensor, "b k v"], Any]]
 
 
+class Marks(NamedTuple):
+    """Numbers of the tokens that are no words: before the first, after the last, and after that."""
+
+    start: int
+    end: int
+    pad: int
+
+
 class Hypotheses(NamedTuple):
-    """The best translations of every sentence, best first.
+    """The best sentences, best first.
 
     Attributes:
         tokens: End token last, then padding.
@@ -35,6 +45,12 @@ class Hypotheses(NamedTuple):
 
     tokens: Int[Tensor, "b k t"]
     scores: Float[Tensor, "b k"]
+
+
+def check_sizes(beam: int, max_length: int) -> None:
+    """Refuse a search without hypotheses or tokens."""
+    if beam < 1 or max_length < 1:
+        raise ValueError(f"beam, max_length are {beam}, {max_length}; allowed: integers of at least 1")
 
 
 def length_penalty(length: int, power: float) -> float:
@@ -47,6 +63,7 @@ def beam_search(
     next_log_probs: Next,
     state: Any,
     *,
+    marks: Marks,
     batch: int,
     beam: int,
     max_length: int,
@@ -60,6 +77,7 @@ def beam_search(
     Args:
         next_log_probs: The model.
         state: Its state before the first step, with `beam` equal hypotheses of every sentence.
+        marks: The tokens that are no words.
         batch: Sentences.
         beam: Hypotheses kept at every step.
         max_length: Tokens of the longest hypothesis, its end token included; the last may only be that.
@@ -68,30 +86,24 @@ def beam_search(
         device: Of the state.
         narrow: Returns the model for some sentences of the batch; where it is given, finished sentences leave the batch.
     """
-    if beam < 1 or max_length < 1 or num_best < 1:
-        raise ValueError(f"beam, max_length, num_best are {beam}, {max_length}, {num_best}; allowed: at least 1")
-    if penalty < 0.0:
-        raise ValueError(f"penalty is {penalty!r}; allowed: at least 0")
-    tokens = torch.full((batch, beam, max_length), PAD, device=device)
-    last = torch.full((batch, beam), START, device=device)
-    # all hypotheses are the same at first: only one may be continued
-    alive = torch.full((batch, beam), -math.inf, device=device)
-    alive[:, 0] = 0.0
+    if num_best < 1 or penalty < 0.0:
+        raise ValueError(f"num_best, penalty are {num_best}, {penalty}; allowed: at least 1, and at least 0")
+    tokens, last, alive = _begin(marks, batch, beam, max_length, device)
     done = Hypotheses(tokens[:, :1].expand(-1, num_best, -1), torch.full((batch, num_best), -math.inf, device=device))
     found, rows = Hypotheses(*(value.clone() for value in done)), torch.arange(batch, device=device)
     for step in range(max_length):
         log_probs, state = next_log_probs(last, state)
-        ended = Hypotheses(tokens.clone(), (alive + log_probs[..., END]) / length_penalty(step + 1, penalty))
-        ended.tokens[..., step] = END
+        ended = Hypotheses(tokens.clone(), (alive + log_probs[..., marks.end]) / length_penalty(step + 1, penalty))
+        ended.tokens[..., step] = marks.end
         done = _best(done, ended, num_best)
         if step + 1 == max_length:
             break
         # the best of every hypothesis, then the best of those: the vocabulary is read once; the end token may be among them
         grown, words = log_probs.topk(min(beam + 1, log_probs.shape[-1]), dim=-1)
-        total = (alive.unsqueeze(-1) + grown).masked_fill(words == END, -math.inf)
+        total = (alive.unsqueeze(-1) + grown).masked_fill(words == marks.end, -math.inf)
         alive, flat = total.flatten(1).topk(beam, dim=1)
         origin, last = flat // total.shape[-1], words.flatten(1).gather(1, flat)
-        tokens = tokens.gather(1, origin.unsqueeze(-1).expand_as(tokens))
+        tokens = _reorder(tokens, origin)
         tokens[..., step] = last
         state = tree_map(lambda value, origin=origin: _reorder(value, origin), state)
         if (step + 1) % CHECK_EVERY == 0:
@@ -110,6 +122,55 @@ def beam_search(
     return found
 
 
+@torch.no_grad()
+def steady_beam_search(
+    next_log_probs: Next,
+    state: Any,
+    *,
+    marks: Marks,
+    batch: int,
+    beam: int,
+    max_length: int,
+    penalty: float = 0.0,
+    device: torch.device | str = "cpu",
+) -> Hypotheses:
+    """Return the best hypothesis of every sentence, and its ln p without a penalty; arguments as for `beam_search`.
+
+    `max_length` counts words; a hypothesis that reaches it needs no end.
+    """
+    tokens, last, scores = _begin(marks, batch, beam, max_length, device)
+    has_ended = torch.zeros(batch, beam, dtype=torch.bool, device=device)
+    lengths = torch.zeros(batch, beam, device=device)
+    for step in range(max_length):
+        log_probs, state = next_log_probs(last, state)
+        num_words = log_probs.shape[-1]
+        only_end = torch.full((num_words,), -math.inf, device=device)
+        only_end[marks.end] = 0.0
+        log_probs = torch.where(has_ended.unsqueeze(-1), only_end, log_probs)
+        scores, chosen = (scores.unsqueeze(-1) + log_probs).flatten(1).topk(beam, dim=1)
+        origin, last = chosen // num_words, chosen % num_words
+        lengths = lengths.gather(1, origin) + (~has_ended.gather(1, origin)).float()
+        has_ended = has_ended.gather(1, origin) | (last == marks.end)
+        tokens = _reorder(tokens, origin)
+        tokens[..., step] = last
+        state = tree_map(lambda value, origin=origin: _reorder(value, origin), state)
+    best = (scores / lengths**penalty).argmax(dim=1, keepdim=True)
+    return Hypotheses(_reorder(tokens, best), scores.gather(1, best))
+
+
+def _begin(
+    marks: Marks, batch: int, beam: int, max_length: int, device: torch.device | str
+) -> tuple[Int[Tensor, "b k t"], Int[Tensor, "b k"], Float[Tensor, "b k"]]:
+    """Return empty hypotheses, their last tokens and scores."""
+    check_sizes(beam, max_length)
+    tokens = torch.full((batch, beam, max_length), marks.pad, device=device)
+    last = torch.full((batch, beam), marks.start, device=device)
+    # all hypotheses are the same at first: only one may be continued
+    scores = torch.full((batch, beam), -math.inf, device=device)
+    scores[:, 0] = 0.0
+    return tokens, last, scores
+
+
 def _put(found: Hypotheses, rows: Int[Tensor, " rows"], done: Hypotheses) -> None:
     for whole, part in zip(found, done, strict=True):
         whole[rows] = part
@@ -117,12 +178,11 @@ def _put(found: Hypotheses, rows: Int[Tensor, " rows"], done: Hypotheses) -> Non
 
 def _best(first: Hypotheses, second: Hypotheses, count: int) -> Hypotheses:
     scores, chosen = torch.cat([first.scores, second.scores], dim=1).topk(count, dim=1)
-    tokens = torch.cat([first.tokens, second.tokens], dim=1)
-    return Hypotheses(tokens.gather(1, chosen.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])), scores)
+    return Hypotheses(_reorder(torch.cat([first.tokens, second.tokens], dim=1), chosen), scores)
 
 
-def _reorder(value: Shaped[Tensor, "b k *d"], origin: Int[Tensor, "b k"]) -> Shaped[Tensor, "b k *d"]:
-    return value.gather(1, origin.view(*origin.shape, *[1] * (value.ndim - 2)).expand_as(value))
+def _reorder(value: Shaped[Tensor, "b k *d"], origin: Int[Tensor, "b j"]) -> Shaped[Tensor, "b j *d"]:
+    return value.gather(1, origin.view(*origin.shape, *[1] * (value.ndim - 2)).expand(*origin.shape, *value.shape[2:]))
 
 
 def _is_open(
