@@ -61,7 +61,7 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
     folders, measured = [], []
     with progress(console) as display, one_thread():
         training = display.add_task("training", total=len(configs))
-        work = [len(available_methods(config)) * len(evaluation_splits(config.train_size, NOISE)) for _, config in configs]
+        work = [len(evaluation_splits(config.train_size, NOISE)) for _, config in configs]
         predicting = display.add_task("predicting", total=sum(work))
         for name, config in configs:
             folder = out / f"{name}-{config.seed}"

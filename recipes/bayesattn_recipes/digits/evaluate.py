@@ -1,8 +1,7 @@
 """Ask a trained digit classifier for M predictions on every test split, and for the attention behind them."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -12,7 +11,7 @@ from bayesattn.evaluation.runs import Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.kl import record_kl
 from bayesattn.prediction import predict, sampling
-from bayesattn_recipes.common.runs import choose_methods
+from bayesattn_recipes.common.prediction import drawing_methods, make_predict_run
 from bayesattn_recipes.digits.data import CLASS_NAMES, Split, evaluation_splits
 from bayesattn_recipes.digits.model import PATCH, DigitClassifier
 from bayesattn_recipes.digits.train import DigitsConfig, load_run
@@ -21,51 +20,48 @@ from bayesattn_recipes.digits.train import DigitsConfig, load_run
 CHUNK_SIZE = 2
 
 
-@one_thread()
-def predict_run(
-    folder: Path,
-    *,
-    num_samples: int = 20,
-    noise: tuple[float, ...] = (0.5, 1.0),
-    methods: Sequence[str] | None = None,
-    seed: int = 0,
-    data: Path | None = None,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> Predictions:
-    """Predict every evaluation split of a run with every method.
+@dataclass(frozen=True)
+class DigitsPredictor:
+    """A run of the recipe."""
 
-    Args:
-        folder: The run.
-        num_samples: M, at least 2.
-        noise: Strengths of the noisy test sets.
-        methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian model, alone or with its dropout
-            masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
-        seed: Of the draws.
-        data: The folder of the data sets, in which there is nothing to look for: the images come with scikit-learn.
-        on_progress: Called with the number of splits and methods done and to do, for a progress bar.
-    """
-    config, model = load_run(folder)
-    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
-    splits = evaluation_splits(config.train_size, noise)
-    predictions, done = {}, 0
-    for name, split in splits.items():
-        samples = {}
-        for method in methods:
-            samples[method] = draw(model, split.images, method, num_samples, seed)
-            done += 1
-            on_progress(done, len(splits) * len(methods))
-        attention, images = {}, None
-        if name == "test":
-            attention, images = attention_maps(model, split, num_samples, seed), split.images
-        predictions[name] = SplitPredictions(samples, split.labels, images, attention)
-    return Predictions(predictions, CLASS_NAMES, methods, seed, key_grid=(8 // PATCH, 8 // PATCH))
+    config: DigitsConfig
+    model: DigitClassifier
+
+    @property
+    def variant(self) -> str:
+        """What the run was trained with."""
+        return self.config.attention.variant
+
+    @property
+    def methods(self) -> list[str]:
+        """How it can be drawn."""
+        return available_methods(self.config)
+
+    def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, Split]:
+        """Return the evaluation splits."""
+        return evaluation_splits(self.config.train_size, noise)
+
+    def predict(self, name: str, condition: Split, methods: Sequence[str], num_samples: int, seed: int) -> SplitPredictions:
+        """Predict a split; of the test images the attention is kept."""
+        samples = {method: draw(self.model, condition.images, method, num_samples, seed) for method in methods}
+        if name != "test":
+            return SplitPredictions(samples, condition.labels)
+        maps = attention_maps(self.model, condition, num_samples, seed)
+        return SplitPredictions(samples, condition.labels, condition.images, maps)
+
+    def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
+        """Add the names of the classes and the grid of the patches."""
+        return Predictions(splits, CLASS_NAMES, methods, seed, key_grid=(8 // PATCH, 8 // PATCH))
+
+
+# there is nothing to look for in a data folder: the images come with scikit-learn
+predict_run = one_thread()(make_predict_run(lambda folder, data: DigitsPredictor(*load_run(folder))))
 
 
 def available_methods(config: DigitsConfig) -> list[str]:
     """Return how predictions can be drawn from a model, the usual way second."""
-    if config.attention.is_stochastic:
-        return ["mean", "attention", *(["attention+dropout"] if config.dropout else [])]
-    return ["mean", *(["dropout"] if config.dropout or config.attention.variant == "mc-dropout" else [])]
+    drops = config.dropout > 0.0 or config.attention.variant == "mc-dropout"
+    return drawing_methods(is_stochastic=config.attention.is_stochastic, drops=drops)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from bayesattn.convert import tune_noise
 from bayesattn.evaluation.runs import Predictions, SplitPredictions
 from bayesattn.nn import BayesianModule
 from bayesattn.prediction import predict
+from bayesattn_recipes.common.prediction import drawing_methods
 from bayesattn_recipes.common.runs import choose_methods
 from bayesattn_recipes.language import metrics, spans, squad
 from bayesattn_recipes.language.features import Collator, bucketed
@@ -42,12 +43,11 @@ Answers = dict[str, dict[str, list[dict[str, Any]]]]
 def available_methods(config: LanguageConfig, model: PreTrainedModel) -> list[str]:
     """Return how predictions can be drawn from a model, the usual way second."""
     has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0.0 for module in model.modules())
-    if config.attention.is_stochastic:
-        return ["mean", "attention", *(["attention+dropout"] if has_dropout else [])]
+    found = drawing_methods(is_stochastic=config.attention.is_stochastic, drops=has_dropout)
     is_classifier = find_task(config.task).kind == "classification"
     # noise after the fact takes the place of a softmax, which a rival has taken already
-    is_soft = is_classifier and not config.attention.is_rival
-    return ["mean", *(["dropout"] if has_dropout else []), *(["post-hoc"] if is_soft else [])]
+    is_soft = is_classifier and not config.attention.is_stochastic and not config.attention.is_rival
+    return [*found, *(["post-hoc"] if is_soft else [])]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from bayesattn.metrics.disagreement import entropy
 from bayesattn.prediction import sampling
 from bayesattn_recipes.common.beam import beam_search
+from bayesattn_recipes.common.prediction import drawing_methods
 from bayesattn_recipes.translation.batches import Corpus, make_batch, token_batches
 from bayesattn_recipes.translation.decoder import Memory
 from bayesattn_recipes.translation.model import Translator, evaluation_tokens
@@ -28,9 +29,7 @@ def available_methods(model: Translator) -> list[str]:
     """Return what can be drawn from a model, the usual way first after `mean`."""
     stochastic, drops = model.decoder.attention, model.dropout.p > 0.0
     noisy = stochastic.weights.config.is_stochastic or stochastic.context_noise is not None
-    if noisy:
-        return ["mean", "attention", *(["attention+dropout"] if drops else [])]
-    return ["mean", *(["dropout"] if drops else [])]
+    return drawing_methods(is_stochastic=noisy, drops=drops)
 
 
 def check_method(model: Translator, method: str) -> None:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn.metrics import PredictionTable, tabulate_predictions
 from bayesattn.precision import without_autocast
 from bayesattn.prediction import predict
-from bayesattn_recipes.common.runs import choose_methods
+from bayesattn_recipes.common.prediction import drawing_methods, make_predict_run
 from bayesattn_recipes.vision.features import add_noise
 from bayesattn_recipes.vqa.accuracy import soft_targets
 from bayesattn_recipes.vqa.attend import attention_maps
@@ -62,50 +63,67 @@ def noisy_conditions(split: Split, strengths: Sequence[float], dataset: str) -> 
     return conditions
 
 
-@one_thread()
-def predict_run(
-    folder: Path,
-    *,
-    num_samples: int = 20,
-    noise: tuple[float, ...] = (0.5, 1.0),
-    methods: Sequence[str] | None = None,
-    seed: int = 0,
-    data: Path | None = None,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> Predictions:
-    """Predict every evaluation split of a run with every method; `test` also by type of question.
+@dataclass(frozen=True)
+class VQAPredictor:
+    """A run of the recipe on its device, and the folder of the data sets."""
 
-    Args:
-        folder: The run.
-        num_samples: M, at least 2.
-        noise: Strengths of the noisy test sets, in standard deviations of the features.
-        methods: See `available_methods`; None takes `mean` and the first that draws.
-        seed: Of the draws and of the feature noise.
-        data: The folder of the data sets, for runs that read files.
-        on_progress: Called with the number of splits done and to do, for a progress bar.
-    """
-    config, model = load_run(folder)
-    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
-    device = choose_device()
-    model = model.to(device)
-    limit = max(1, MAX_VALUES // (num_samples * len(model.vocabulary.answers)))
-    splits = {name: thin(split, limit) for name, split in load_splits(config.data, data).items() if name != "train"}
-    conditions = [Condition(name, split) for name, split in splits.items()]
-    conditions += noisy_conditions(splits["test"], noise, config.data.dataset)
-    found = {}
-    for done, condition in enumerate(conditions, start=1):
-        questions = condition.split.questions
-        with training_precision(config):
-            found_parts = draws(model, condition, methods, num_samples, seed)
-            parts = [{method: part.cpu() for method, part in by_method.items()} for by_method, _ in found_parts]
+    config: VQAConfig
+    model: MCAN
+    data: Path | None
+
+    @property
+    def variant(self) -> str:
+        """What the run was trained with."""
+        return self.config.attention.variant
+
+    @property
+    def methods(self) -> list[str]:
+        """How it can be drawn."""
+        return available_methods(self.config)
+
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """The questions of the run's data set."""
+        return load_splits(self.config.data, self.data)
+
+    def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, Condition]:
+        """Return the validation and test questions, the latter also with noise on the features of their images."""
+        limit = max(1, MAX_VALUES // (num_samples * len(self.model.vocabulary.answers)))
+        splits = {name: thin(split, limit) for name, split in self.splits.items() if name != "train"}
+        clean = [Condition(name, split) for name, split in splits.items()]
+        noisy = noisy_conditions(splits["test"], noise, self.config.data.dataset)
+        return {condition.name: condition for condition in (*clean, *noisy)}
+
+    def predict(
+        self, name: str, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
+    ) -> SplitPredictions:
+        """Predict the questions of one condition; of the test questions texts, pictures and attention are kept."""
+        with training_precision(self.config):
+            found = draws(self.model, condition, methods, num_samples, seed)
+            parts = [{method: part.cpu() for method, part in by_method.items()} for by_method, _ in found]
         samples = {method: torch.cat([part[method] for part in parts], dim=1) for method in methods}
-        on_progress(done, len(conditions))
-        targets = soft_targets(questions, model.vocabulary, "paper")
-        extra = _shown(model, condition.split, num_samples, seed) if condition.name == "test" else {}
-        found[condition.name] = SplitPredictions(samples, targets, **extra)
-    found |= by_kind(splits["test"], found["test"])
-    names, grid = list(model.vocabulary.answers), splits["test"].regions.grid
-    return Predictions(found, names, list(methods), seed, key_grid=grid, task="multilabel", test="welch")
+        targets = soft_targets(condition.split.questions, self.model.vocabulary, "paper")
+        if name != "test":
+            return SplitPredictions(samples, targets)
+        return SplitPredictions(samples, targets, **_shown(self.model, condition.split, num_samples, seed))
+
+    def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
+        """Add the test questions by their types, the answers, and how they are measured."""
+        assert splits["test"].labels is not None
+        test = thin(self.splits["test"], len(splits["test"].labels))
+        return Predictions(
+            splits | by_kind(test, splits["test"]), list(self.model.vocabulary.answers), methods, seed,
+            key_grid=test.regions.grid, task="multilabel", test="welch",
+        )  # fmt: skip
+
+
+def open_run(folder: Path, data: Path | None) -> VQAPredictor:
+    """Read a run; `data` is the folder of the data sets, for runs that read files."""
+    config, model = load_run(folder)
+    return VQAPredictor(config, model.to(choose_device()), data)
+
+
+predict_run = one_thread()(make_predict_run(open_run))
 
 
 def available_methods(config: VQAConfig) -> list[str]:
@@ -114,9 +132,7 @@ def available_methods(config: VQAConfig) -> list[str]:
     The paper draws attention and dropout together where attention is Bayesian, and dropout alone where it is soft.
     """
     drops = config.model.dropout > 0.0 or config.model.attention_dropout > 0.0 or config.attention.variant == "mc-dropout"
-    if config.attention.is_stochastic:
-        return ["mean", *(["attention+dropout"] if drops else []), "attention"]
-    return ["mean", *(["dropout"] if drops else [])]
+    return drawing_methods(is_stochastic=config.attention.is_stochastic, drops=drops, together_first=True)
 
 
 def thin(split: Split, limit: int) -> Split:

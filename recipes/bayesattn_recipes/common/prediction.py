@@ -1,0 +1,108 @@
+"""One way to predict a run: which methods it has, and the loop over its test sets behind every `predict_run`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from bayesattn.evaluation.runs import Predictions, SplitPredictions
+from bayesattn_recipes.common.runs import choose_methods
+
+
+def drawing_methods(*, is_stochastic: bool, drops: bool, together_first: bool = False) -> list[str]:
+    """Return how predictions can be drawn from a model, the usual way second.
+
+    Nothing is drawn for `mean`. Stochastic attention is drawn alone (`attention`) or with the dropout masks
+    (`attention+dropout`); of any other model only the `dropout` masks can be drawn.
+
+    Args:
+        is_stochastic: Whether the attention is drawn.
+        drops: Whether the model has dropout.
+        together_first: Whether attention and dropout together are the usual way.
+    """
+    if not is_stochastic:
+        return ["mean", *(["dropout"] if drops else [])]
+    both = ["attention+dropout"] if drops else []
+    return ["mean", *both, "attention"] if together_first else ["mean", "attention", *both]
+
+
+class RunPredictor(Protocol):
+    """A run that is to be predicted, as its recipe sees it."""
+
+    @property
+    def variant(self) -> str:
+        """What the run was trained with, for messages."""
+        ...
+
+    @property
+    def methods(self) -> list[str]:
+        """How it can be drawn, the usual way second."""
+        ...
+
+    def conditions(self, noise: tuple[float, ...], num_samples: int) -> Mapping[str, Any]:
+        """Return what is predicted, by name, in the order of reports."""
+        ...
+
+    def predict(self, name: str, condition: Any, methods: Sequence[str], num_samples: int, seed: int) -> SplitPredictions:
+        """Predict one of them with every method."""
+        ...
+
+    def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
+        """Put the predictions together."""
+        ...
+
+
+class PredictRun(Protocol):
+    """How the command line predicts a run of any recipe."""
+
+    def __call__(
+        self,
+        folder: Path,
+        *,
+        num_samples: int = 20,
+        noise: tuple[float, ...] = (0.5, 1.0),
+        methods: Sequence[str] | None = None,
+        seed: int = 0,
+        data: Any = None,
+        on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    ) -> Predictions:
+        """Predict the validation and test sets of a run, the latter also with noise, with every method.
+
+        Args:
+            folder: The run.
+            num_samples: M, at least 2.
+            noise: Strengths of the noisy test sets, in standard deviations of the data.
+            methods: See `drawing_methods`; None takes `mean` and the usual way to draw.
+            seed: Of the draws and of the noise.
+            data: The folder of the data sets; recipes that generate their data need none.
+            on_progress: Called with the number of test sets done and to do, for a progress bar.
+        """
+        ...
+
+
+def make_predict_run(open_run: Callable[[Path, Any], RunPredictor]) -> PredictRun:
+    """Return the `predict_run` of a recipe.
+
+    Args:
+        open_run: Reads a run folder; its second argument is the folder of the data sets.
+    """
+
+    def predict_run(
+        folder: Path,
+        *,
+        num_samples: int = 20,
+        noise: tuple[float, ...] = (0.5, 1.0),
+        methods: Sequence[str] | None = None,
+        seed: int = 0,
+        data: Any = None,
+        on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    ) -> Predictions:
+        run = open_run(folder, data)
+        chosen = choose_methods(methods, run.methods, num_samples, run.variant)
+        conditions = run.conditions(noise, num_samples)
+        splits = {}
+        for done, (name, condition) in enumerate(conditions.items(), start=1):
+            splits[name] = run.predict(name, condition, chosen, num_samples, seed)
+            on_progress(done, len(conditions))
+        return run.assemble(splits, chosen, seed)
+
+    return predict_run
