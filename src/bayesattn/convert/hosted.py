@@ -212,9 +212,10 @@ class HostedAttention(BayesianModule):
             state_dict[f"{prefix}settings"] = self.settings
         elif (theirs := decode_settings(stored)) != (own := settings_of(self)):
             differing = [key for key in sorted({*theirs, *own}) if theirs.get(key) != own.get(key)]
+            given, expected = ({key: values.get(key) for key in differing} for values in (theirs, own))
             error_msgs.append(
-                f"{prefix}settings: the checkpoint's attention is { {key: theirs.get(key) for key in differing} }, the model's "
-                f"{ {key: own.get(key) for key in differing} }; convert the model as the checkpoint's was, or use load_bayesian"
+                f"{prefix}settings: the checkpoint's attention is {given}, the model's {expected}; convert the model "
+                "as the checkpoint's was, or use load_bayesian"
             )
             state_dict[f"{prefix}settings"] = self.settings
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesattn.ops.attention.masking import masked_softmax
 from bayesattn.ops.attention.reference import expand_heads
-from bayesattn.ops.common.precision import upcast
+from bayesattn.precision import upcast
 
 # entries of a block of scores: small enough for a CPU's cache, large enough for its matrix products
 BLOCK_ENTRIES = {"cpu": 2**17, "cuda": 2**25}
