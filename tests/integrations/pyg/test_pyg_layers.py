@@ -353,3 +353,70 @@ def test_a_call_that_failed_leaves_nothing_to_the_next(name, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         layer.train()(x, index, edge_attr)
     assert torch.equal(layer.eval()(x, index, edge_attr), expected)
+
+
+# sparse features
+
+
+def _bag_of_words(*, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(23, 31, generator=generator, dtype=dtype)
+    x = x * (torch.rand(23, 31, generator=generator) < 0.1)
+    return x, torch.randint(0, 23, (2, 60), generator=generator)
+
+
+@pytest.mark.parametrize("variant", ["soft", "BAM-NOKL", "BAM-WC"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.4, "value_dropout": 0.3}, {"flow": "target_to_source", "concat": False}]
+)
+def test_sparse_features_give_the_draw_kl_and_gradient_of_dense_ones(variant, options):
+    x, index = _bag_of_words()
+    layer = BayesianGATConv(31, 4, heads=3, config=ba.AttentionConfig(variant), **options).double()
+    results = []
+    # a second pattern in between: the layer must not take the first one's transposed pattern for it
+    other = x.roll(1, dims=1).to_sparse_csr()
+    for features in (x, x.to_sparse_csr(), other, x.to_sparse_csr()):
+        torch.manual_seed(0)
+        with ba.record_kl() as kl:
+            output = layer(features, index)
+        loss = output.square().sum() + (0.1 * kl.total() if len(kl) else 0.0)
+        gradients = torch.autograd.grad(loss, list(layer.parameters()), allow_unused=True)
+        results.append([output, *(gradient for gradient in gradients if gradient is not None)])
+    dense, *sparse = results
+    assert not torch.allclose(sparse[1][0], dense[0])
+    for found in (sparse[0], sparse[2]):
+        for ours, theirs in zip(found, dense, strict=True):
+            # float64; gradients that cancel leave rounding errors
+            assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_sparse_features_are_pygs_in_eval_mode_and_where_messages_are_watched():
+    x, index = _bag_of_words(dtype=torch.float32)
+    layer = BayesianGATConv(31, 4, heads=3, config=ba.AttentionConfig("BAM-WC"))
+    assert torch.allclose(layer.eval()(x.to_sparse_csr(), index), layer(x, index), atol=1e-6)
+    layer.train()
+    seen = []
+    layer.register_message_forward_hook(lambda layer, inputs, output: seen.append(output))
+    torch.manual_seed(0)
+    layer(x.to_sparse_csr(), index).sum().backward()
+    assert seen
+    assert layer.lin.weight.grad is not None
+
+
+def test_pattern_of_sparse_features_is_built_once_for_many_steps(monkeypatch):
+    from bayesattn.integrations.pyg import features
+
+    x, index = _bag_of_words(dtype=torch.float32)
+    layer = BayesianGATConv(31, 4, config=ba.AttentionConfig("soft"))
+    sorts, plain = [], torch.argsort
+    monkeypatch.setattr(features.torch, "argsort", lambda *a, **k: sorts.append(1) or plain(*a, **k))
+    sparse = x.to_sparse_csr()
+    layer(sparse, index).sum().backward()
+    monkeypatch.undo()
+    known = features._PATTERNS[layer]
+    dropped = torch.sparse_csr_tensor(
+        sparse.crow_indices(), sparse.col_indices(), 2 * sparse.values(), x.shape, check_invariants=False
+    )
+    layer(dropped, index).sum().backward()
+    assert sorts
+    assert features._PATTERNS[layer] is known

@@ -159,9 +159,13 @@ class EdgeAttentionModule(BayesianModule):
             ends = _end_points(edge_index, self.flow)
             return Call(Edges(*ends, num_sources, num_targets), plain, passes_messages)
         edges = sorted_edges(self, edge_index, num_sources, num_targets)
+        return Call(edges, self._gathers(edges), False, self._takes_parts(edges.source.is_cuda))
+
+    def _gathers(self, edges: Edges) -> ModuleType:
+        """Return the operations on sorted edges that suit their device."""
         takes_csr = self.backend in ("auto", "csr") and edges.source.device.type == "cpu"
         is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        return Call(edges, csr if takes_csr and not is_traced else plain, False, self._takes_parts(edges.source.is_cuda))
+        return csr if takes_csr and not is_traced else plain
 
     def _attend(
         self,
@@ -176,13 +180,13 @@ class EdgeAttentionModule(BayesianModule):
         if self.bayes_weights is not None:
             self._check_backend()
             result = self.bayes_weights.on_edges(
-                scores, self._drop_value(value), edges, call.ops, dropout_p=self.dropout_now(dropout)
+                scores, self._drop_value(value, call.ops), edges, call.ops, dropout_p=self.dropout_now(dropout)
             )
             return result._replace(output=self.record(result.output, result.kl))
         is_whole = self.seed_rows is None
         result = edge_attention(
             scores,
-            self._drop_value(value),
+            self._drop_value(value, call.ops),
             edges,
             config=self.config,
             log_prior=self._prior_of(call, keys) if needs_kl and is_whole else None,
@@ -243,8 +247,9 @@ class EdgeAttentionModule(BayesianModule):
         has_own = self.bayes_weights is not None and self.bayes_weights.has_own_dropout
         return weights if has_own else F.dropout(weights, self.dropout_now(p))
 
-    def _drop_value(self, value: Tensor) -> Tensor:
-        return F.dropout(value, self.dropout_now(self.value_dropout)) if self.value_dropout else value
+    def _drop_value(self, value: Float[Tensor, "n h d"], ops: ModuleType = plain) -> Float[Tensor, "n h d"]:
+        p = self.dropout_now(self.value_dropout)
+        return ops.dropout(value.flatten(1), p).view_as(value) if p else value
 
     def _prior_of(self, call: Call, keys: Float[Tensor, "n h d"]) -> Float[Tensor, "n h"] | NodePrior | None:
         """Return ln Ψ of every node, or what the kernels compute it from where they may."""

@@ -22,6 +22,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend, PriorScope
 from bayesattn.integrations.pyg.attention import Call, EdgeAttentionModule, sorted_edges
+from bayesattn.integrations.pyg.features import is_sparse_on_cpu, project
 from bayesattn.nn import AttentionWeights, WeightsFactory
 from bayesattn.ops.segment import plain
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
@@ -162,21 +163,30 @@ class BayesianGATConv(_PairLayer, GATConv):
         return super().forward(x, edge_index, edge_attr, size)
 
     def _takes_features(self, x: Any, edge_index: Any) -> bool:
-        """Whether kernels may do all that lies between projection and bias: one set of nodes, and nobody watches."""
+        """Whether `_forward_from_features` may run, for kernels or sparse features: one set of nodes, and nobody watches."""
         if self._is_stock or not isinstance(x, Tensor) or type(edge_index) is not Tensor or self.lin is None:
             return False
-        is_usual = x.dim() == 2 and self.negative_slope >= 0.0 and not self.value_dropout
+        is_usual = x.dim() == 2 and self.negative_slope >= 0.0
         is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        return is_usual and not is_traced and self._takes_parts(x.is_cuda) and not self._passes_messages(edge_index)
+        if not is_usual or is_traced or self._passes_messages(edge_index):
+            return False
+        if is_sparse_on_cpu(x):
+            return self.backend != "triton" and self.res is None
+        return self._takes_parts(x.is_cuda) and not self.value_dropout
 
     def _forward_from_features(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """PyG's forward, with the self loops of a graph added once and one autograd node from its projected features on."""
+        """PyG's forward: the self loops of a graph added once; for kernels one autograd node from projected features on."""
         assert self.lin is not None
-        features = self.lin(x).view(-1, self.heads, self.out_channels)
+        is_sparse = is_sparse_on_cpu(x)
+        projected = project(self, x, self.lin.weight) if is_sparse else self.lin(x)
+        features = projected.view(-1, self.heads, self.out_channels)
         edges = sorted_edges(self, edge_index, x.shape[0], x.shape[0], loops=self.add_self_loops)
         att_source, att_target = self._by_flow((self.att_src, self.att_dst))
         scores = FeatureScores(features, att_source, att_target, self.negative_slope)
-        call = Call(edges, plain, passes_messages=False, takes_parts=True)
+        call = Call(edges, plain, passes_messages=False, takes_parts=not is_sparse)
+        if is_sparse:
+            call.ops = self._gathers(edges)
+            scores = scores.on_edges(edges, call.ops)
         output = self._attend(call, scores, features, features, self.dropout).output
         output = output.flatten(1) if self.concat else output.mean(dim=1)
         if self.res is not None:
