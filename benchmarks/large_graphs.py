@@ -29,8 +29,9 @@ from bayesattn.evaluation.runs import write_json
 from bayesattn.integrations.pyg import BayesianGATConv
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.graph.config import load_config
+from bayesattn_recipes.graph.experiment import BatchExperiment
 from bayesattn_recipes.graph.generated import generate_graph
-from bayesattn_recipes.graph.train import BatchExperiment, load_config
 
 # ogbn-arxiv: 169,343 nodes, 1,166,243 edges, 128 features, 40 classes, 90,941 training labels
 ARXIV = {"num_nodes": 169_343, "num_classes": 40, "num_words": 128, "mean_degree": 2 * 1_166_243 / 169_343}

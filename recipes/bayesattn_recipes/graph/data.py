@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bayesattn_recipes.common.arrays import check_numbers, read_npz
 from bayesattn_recipes.common.sources import explained
 
 SPLITS = ("train", "validation", "test")
+# test nodes of classes that were kept out of training
+LEFT_OUT = "left-out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +102,6 @@ def undirected(edge_index: Int[Tensor, "2 m"], num_nodes: int) -> Int[Tensor, "2
     return torch.stack([code % num_nodes, code // num_nodes])
 
 
-def is_connected(graph: Graph) -> Bool[Tensor, " n"]:
-    """Return which nodes have a neighbour besides themselves."""
-    source, target = graph.edge_index
-    return torch.zeros(graph.num_nodes, dtype=torch.bool).index_fill(0, target[source != target], True)
-
-
 def leave_out_classes(graph: Graph, count: int) -> Graph:
     """Keep the last `count` classes out of every split; their nodes stay in the graph, their test nodes as split `left-out`.
 
@@ -118,7 +114,7 @@ def leave_out_classes(graph: Graph, count: int) -> Graph:
         raise ValueError(f"left_out_classes is {count}; allowed for {graph.name}: 0 to {graph.num_classes - 2}")
     splits = {name: nodes[graph.labels[nodes] < kept] for name, nodes in graph.splits.items()}
     test = graph.splits["test"]
-    splits["left-out"] = test[graph.labels[test] >= kept]
+    splits[LEFT_OUT] = test[graph.labels[test] >= kept]
     for name, nodes in splits.items():
         if not len(nodes):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The demo's first part: soft and Bayesian graph attention on a generated graph, several seeds each, side by side."""
+"""The demo's first part: soft and Bayesian graph attention on a generated graph, several seeds each."""
 
 import dataclasses
 import time
@@ -14,9 +14,9 @@ from bayesattn.evaluation.report import measure_run, write_report
 from bayesattn.evaluation.report.names import method_name
 from bayesattn.evaluation.runs import REPORT_FILE, write_json, write_predictions
 from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.graph.config import load_config, load_config_graph
 from bayesattn_recipes.graph.evaluate import available_methods, predict_run
-from bayesattn_recipes.graph.many import train_many, write_runs
-from bayesattn_recipes.graph.train import load_config, load_config_graph
+from bayesattn_recipes.graph.train import train_run
 
 CONFIG_NAMES = ("generated-soft", "generated-wc")
 COLUMNS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "pavpu_05": "PAvPU ↑", "aurc": "AURC ↓"}
@@ -27,7 +27,7 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
 
     Args:
         out: Folder for the run folders, the figures and the report; runs of an earlier demo in it are replaced.
-        num_seeds: Runs per variant, all trained at once.
+        num_seeds: Runs per variant.
         num_samples: Draws per prediction.
         epochs: Overrides the configs' number of epochs, for a quick look.
         console: Where to print.
@@ -43,15 +43,16 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
             config = load_config(name, settings)
             graph = load_config_graph(config, None)
             nodes, labelled = graph.num_nodes, len(graph.splits["train"])
-            task = display.add_task(f"training {config.attention.variant}", total=config.training.epochs)
-            runs = train_many(
-                config,
-                graph,
-                range(num_seeds),
-                on_progress=lambda done, total, task=task: display.update(task, completed=done),
-            )
             own = [out / f"{name}-{seed}" for seed in range(num_seeds)]
-            write_runs(runs, config, own, overwrite=True)
+            task = display.add_task(f"training {config.attention.variant}", total=num_seeds)
+            for seed, folder in enumerate(own):
+                train_run(
+                    dataclasses.replace(config, seed=seed),
+                    folder,
+                    lambda at, of, seed=seed, task=task: display.update(task, completed=seed + at / of),
+                    overwrite=True,
+                )
+                display.update(task, completed=seed + 1)
             task = display.add_task(f"predicting {config.attention.variant}", total=num_seeds)
             for folder in own:
                 methods = available_methods(config)[:2]

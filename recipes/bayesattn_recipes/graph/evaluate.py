@@ -1,6 +1,7 @@
-"""Draw predictions from trained graph attention networks, one or many side by side, and measure them."""
+"""Draw predictions from a trained graph attention network, and measure them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,13 @@ from bayesattn import metrics
 from bayesattn.evaluation.measure import mean_logits
 from bayesattn.evaluation.runs import EdgeWeights, Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.prediction import sampling
+from bayesattn.prediction import predict, sampling
 from bayesattn_recipes.common.runs import choose_methods
-from bayesattn_recipes.graph.corrupt import add_feature_noise
-from bayesattn_recipes.graph.data import Graph
-from bayesattn_recipes.graph.inputs import GraphInputs
+from bayesattn_recipes.graph.config import GraphConfig
+from bayesattn_recipes.graph.data import LEFT_OUT, Graph
+from bayesattn_recipes.graph.inputs import Inputs, neighbourhood, whole_graph
 from bayesattn_recipes.graph.model import GraphAttentionNetwork
-from bayesattn_recipes.graph.sampling import neighbourhood_inputs
-from bayesattn_recipes.graph.train import GraphConfig, load_run
-
-LEFT_OUT = "left-out"
+from bayesattn_recipes.graph.train import load_run
 
 
 @one_thread()
@@ -49,19 +47,18 @@ def predict_run(
     """
     config, model, graph = load_run(folder, data)
     methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
-    clean = GraphInputs.of(graph)
-    places = {name: (clean, graph.splits[name]) for name in ("validation", "test")}
+    places = {name: (graph, graph.splits[name]) for name in ("validation", "test")}
     for strength in noise:
         if strength:
-            noisy = GraphInputs.of(add_feature_noise(graph, strength))
-            places[f"noise-{strength:g}"] = (noisy, graph.splits["test"])
+            places[f"noise-{strength:g}"] = (add_feature_noise(graph, strength), graph.splits["test"])
     if LEFT_OUT in graph.splits:
-        places[LEFT_OUT] = (clean, graph.splits[LEFT_OUT])
+        places[LEFT_OUT] = (graph, graph.splits[LEFT_OUT])
     splits, done = {}, 0
-    for name, (whole, nodes) in places.items():
-        inputs, samples = neighbourhood_inputs(whole, nodes), {}
+    for name, (seen, nodes) in places.items():
+        inputs, samples = neighbourhood(seen, nodes), {}
         for method in methods:
-            samples[method] = torch.softmax(draw(model, inputs, method, num_samples, seed)[:, 0], dim=-1)
+            logits = draw(model, inputs, method, num_samples, seed)[:, : len(nodes)]
+            samples[method] = torch.softmax(logits, dim=-1)
             done += 1
             on_progress(done, len(places) * len(methods))
         labels = None if name == LEFT_OUT else graph.labels[nodes]
@@ -74,24 +71,34 @@ def predict_run(
     return Predictions(splits, graph.class_names, methods, seed)
 
 
+def add_feature_noise(graph: Graph, strength: float, seed: int = 0) -> Graph:
+    """Add Gaussian noise to every feature, of `strength` standard deviations of the training nodes' features.
+
+    The same seed gives the same pattern at every strength.
+    """
+    if not 0.0 <= strength < float("inf"):
+        raise ValueError(f"strength is {strength!r}; allowed: a finite number of at least 0")
+    noise = torch.randn(graph.features.shape, generator=torch.Generator().manual_seed(seed))
+    scale = strength * float(graph.features[graph.splits["train"]].std(correction=0))
+    return replace(graph, features=graph.features + scale * noise if scale else graph.features)
+
+
 @torch.no_grad()
 def edge_weights(
     model: GraphAttentionNetwork, graph: Graph, nodes: Int[Tensor, " k"], num_samples: int, seed: int
 ) -> EdgeWeights:
     """Return sampled weights of the last layer, averaged over its heads, on the edges into some nodes."""
-    whole = GraphInputs.of(graph)
-    edges = whole.edges[1]
-    wanted = torch.zeros(graph.num_nodes, dtype=torch.bool).index_fill(0, nodes, True)[edges.target]
-    features = model.embed(whole)
-    before = model.hidden.generators
-    try:
-        model.set_generators([torch.Generator().manual_seed(seed)])
-        with sampling(model):
-            draws = [model.output.weights(features, edges).mean(dim=1)[wanted] for _ in range(num_samples)]
-    finally:
-        model.set_generators(before)
-    index = torch.stack([edges.source[wanted], edges.target[wanted]])
-    return EdgeWeights(nodes, index, torch.stack(draws), graph.labels[index[0]])
+    inputs = whole_graph(graph)
+    features = model.embed(inputs.x, inputs.edge_index)
+    draws = []
+    with sampling(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for _ in range(num_samples):
+            _, (_, weights) = model.output(features, inputs.output_edge_index, return_attention_weights=True)
+            draws.append(weights.mean(dim=1))
+    wanted = torch.isin(graph.edge_index[1], nodes)
+    index = graph.edge_index[:, wanted]
+    return EdgeWeights(nodes, index, torch.stack(draws)[:, wanted], graph.labels[index[0]])
 
 
 def available_methods(config: GraphConfig) -> list[str]:
@@ -102,30 +109,11 @@ def available_methods(config: GraphConfig) -> list[str]:
 
 
 @torch.no_grad()
-def draw(
-    model: GraphAttentionNetwork,
-    inputs: GraphInputs,
-    method: str,
-    num_samples: int,
-    seed: int,
-    *,
-    shares_noise: bool = False,
-) -> Float[Tensor, "s copies k c"]:
-    """Return class logits, draws first; one "draw" for method `mean`.
-
-    Every copy draws the same noise from a generator of its own; or, faster on a GPU, all of them draw from one.
-    """
+def draw(model: GraphAttentionNetwork, inputs: Inputs, method: str, num_samples: int, seed: int) -> Float[Tensor, "s n c"]:
+    """Return class logits of a network in eval mode, draws first; one "draw" for method `mean`."""
     if method == "mean":
-        return model(inputs).unsqueeze(0)
-    device = next(model.parameters()).device
-    before = model.hidden.generators
-    try:
-        count = 1 if shares_noise else model.num_copies
-        model.set_generators([torch.Generator(device).manual_seed(seed) for _ in range(count)])
-        with sampling(model, dropout=method.endswith("dropout")):
-            return torch.stack([model(inputs) for _ in range(num_samples)])
-    finally:
-        model.set_generators(before)
+        return model(*inputs).unsqueeze(0)
+    return predict(model, inputs, num_samples, seed, dropout=method.endswith("dropout")).logits
 
 
 def measure_draws(

@@ -1,64 +1,102 @@
-"""What a graph attention network reads: sparse features and, for each of two layers, edges; of a whole graph or a part."""
+"""What the network reads: node features and, for each of its two layers, edges; of a whole graph or of a part.
 
-from dataclasses import dataclass, replace
+Two layers read two steps far. The second layer needs the edges into the wanted nodes, the first those into the wanted nodes
+and their neighbours. Nodes of a part are numbered anew: the wanted ones first, in their order.
+"""
+
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from bayesattn.ops.segment.edges import Edges
 from bayesattn_recipes.graph.data import Graph
-from bayesattn_recipes.graph.features import SparseFeatures
+
+# denser features are multiplied faster as they are
+LARGEST_SPARSE_SHARE = 0.25
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Some nodes of a graph, the first targets of both layers, with all their edges.
-
-    In every batch their rows stand for the KL of the whole graph: each node is in one batch of an epoch.
-
-    Attributes:
-        num_nodes: Of the batch.
-        edges: Into them, of each layer.
-        whole_nodes: Nodes of the whole graph.
-        whole_edges: Edges of the whole graph.
-    """
-
-    num_nodes: int
-    edges: tuple[Edges, Edges]
-    whole_nodes: int
-    whole_edges: int
-
-
-@dataclass(frozen=True, eq=False)
-class GraphInputs:
-    """What the network reads: features and, for each layer, edges.
+class Inputs(NamedTuple):
+    """The arguments of the network.
 
     Attributes:
-        features: Of the sources of the first layer.
-        edges: Of each layer. In a whole graph the same; in a sampled one targets are the first sources, and the targets of
-            one layer are the sources of the next.
-        batch: Whose KL counts, where this is a part of a graph; None where it is the whole.
+        x: Features of every node; a CSR matrix where most of them are 0.
+        edge_index: Edges of the first layer, source and target.
+        output_edge_index: Edges of the second layer.
     """
 
-    features: SparseFeatures
-    edges: tuple[Edges, Edges]
-    batch: "Batch | None" = None
+    x: Float[Tensor, "n f"]
+    edge_index: Int[Tensor, "2 e"]
+    output_edge_index: Int[Tensor, "2 e2"]
 
-    @classmethod
-    def of(cls, graph: Graph) -> "GraphInputs":
-        """Take the whole graph."""
-        source, target = graph.edge_index
-        edges = Edges.sort(source, target, graph.num_nodes, graph.num_nodes)
-        return cls(SparseFeatures.of(graph.features), (edges, edges))
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphInputs":
-        """Return the inputs on another device, the features in another type."""
-        edges, batch = self.edges, self.batch
-        moved = {part: _move(part, device) for part in (*edges, *(batch.edges if batch else ()))}
-        if batch is not None:
-            batch = replace(batch, edges=(moved[batch.edges[0]], moved[batch.edges[1]]))
-        return GraphInputs(self.features.to(device, dtype), (moved[edges[0]], moved[edges[1]]), batch)
+    def to(self, device: torch.device | str) -> "Inputs":
+        """Return the inputs on another device."""
+        return Inputs(*(part.to(device) for part in self))
 
 
-def _move(edges: Edges, device: torch.device | str) -> Edges:
-    order = None if edges.order is None else edges.order.to(device)
-    return Edges(edges.source.to(device), edges.target.to(device), edges.num_sources, edges.num_targets, order)
+def whole_graph(graph: Graph) -> Inputs:
+    """Return the inputs whose output is that of every node."""
+    return Inputs(_compressed(graph.features), graph.edge_index, graph.edge_index)
+
+
+def neighbourhood(
+    graph: Graph,
+    nodes: Int[Tensor, " k"],
+    *,
+    fanout: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Inputs:
+    """Return inputs whose first outputs are those of `nodes`.
+
+    Args:
+        graph: The whole graph.
+        nodes: Whose logits are wanted; each once.
+        fanout: Neighbours of a node that are kept, drawn without replacement, its self-loop not counted; None keeps all, and
+            then the logits are those of the whole graph.
+        generator: Of the draws.
+    """
+    if fanout is not None and fanout < 1:
+        raise ValueError(f"fanout is {fanout!r}; allowed: an integer of at least 1, or None")
+    second = _edges_into(graph, nodes, fanout, generator)
+    inner = _with_sources(nodes, second)
+    first = _edges_into(graph, inner, fanout, generator)
+    used = _with_sources(inner, first)
+    number = torch.empty(graph.num_nodes, dtype=torch.int64).index_put_((used,), torch.arange(len(used)))
+    return Inputs(_compressed(graph.features[used]), number[first], number[second])
+
+
+def _edges_into(
+    graph: Graph, targets: Int[Tensor, " k"], fanout: int | None, generator: torch.Generator | None
+) -> Int[Tensor, "2 e"]:
+    """Return the edges into `targets`, the edges of each together; with a fan-out its self-loop and so many others."""
+    source, target = graph.edge_index
+    # the edges of a graph are sorted by target
+    targets = targets.contiguous()
+    first, stop = (torch.searchsorted(target, targets, right=is_stop) for is_stop in (False, True))
+    counts = stop - first
+    rows = torch.arange(len(targets)).repeat_interleave(counts)
+    begins = counts.cumsum(0) - counts
+    sources = source[torch.arange(len(rows)) - begins[rows] + first[rows]]
+    if fanout is not None:
+        keys = torch.rand(len(rows), generator=generator).masked_fill_(sources == targets[rows], -1.0)
+        order = torch.argsort(keys)
+        order = order[torch.argsort(rows[order], stable=True)]
+        # the self-loop, whose key is the smallest, has rank 0
+        kept = order[torch.arange(len(rows)) - begins[rows] <= fanout]
+        rows, sources = rows[kept], sources[kept]
+    return torch.stack([sources, targets[rows]])
+
+
+def _with_sources(nodes: Int[Tensor, " k"], edges: Int[Tensor, "2 e"]) -> Int[Tensor, " k2"]:
+    """Return the nodes, then all other sources of the edges."""
+    sources = edges[0].unique()
+    return torch.cat([nodes, sources[~torch.isin(sources, nodes)]])
+
+
+def _compressed(x: Float[Tensor, "n f"]) -> Float[Tensor, "n f"]:
+    """Return features as a CSR matrix, with the short indices that its products are made for, if that pays."""
+    if int(x.count_nonzero()) > LARGEST_SPARSE_SHARE * x.numel():
+        return x
+    found = x.to_sparse_csr()
+    indices = (found.crow_indices().to(torch.int32), found.col_indices().to(torch.int32))
+    return torch.sparse_csr_tensor(*indices, found.values(), x.shape, check_invariants=False)

@@ -1,13 +1,8 @@
-"""The two-layer graph attention network of the paper (App. B.1), for one run or for many runs side by side.
+"""The two-layer graph attention network of the paper (App. B.1), of the library's layers.
 
-Layer 1: 8 heads of 8 features, concatenated, ELU. Layer 2: one head (PubMed: 8, averaged) with a feature per class.
-
-`num_copies` networks, each with parameters and noise of its own, run as one. Nothing mixes copies, so gradients and Adam's
-steps are those of separate runs. Copies may differ in noise, prior, weight of the KL and dropout (`CopySettings`): a whole
-grid of settings is one network.
+Layer 1: 8 heads of 8 features, concatenated, ELU. Layer 2: one head (PubMed: 8, averaged) with a feature per class. Dropout,
+as in GAT: on the input of each layer, on the normalised weights, and on the features that are averaged.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +11,7 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import PriorScope
-from bayesattn_recipes.graph.inputs import GraphInputs
-from bayesattn_recipes.graph.layer import CopySettings, GraphAttentionLayer
+from bayesattn.integrations.pyg import BayesianGATConv
 
 
 class GraphAttentionNetwork(nn.Module):
@@ -32,7 +26,6 @@ class GraphAttentionNetwork(nn.Module):
         output_heads: Heads of the second layer, averaged.
         dropout: In three places of each layer.
         prior_scope: Over which nodes a contextual prior sums to one.
-        num_copies: Networks side by side.
     """
 
     def __init__(
@@ -46,54 +39,33 @@ class GraphAttentionNetwork(nn.Module):
         output_heads: int = 1,
         dropout: float = 0.6,
         prior_scope: PriorScope = "graph",
-        num_copies: int = 1,
     ) -> None:
         super().__init__()
-        self.num_copies = num_copies
-        heads = num_heads + output_heads
-        # `mean` is over all entries of the model, as in the authors' code: a layer counts by its heads
-        shares = [count / heads if attention.kl_reduction == "mean" else 1.0 for count in (num_heads, output_heads)]
-        options = {"config": attention, "dropout": dropout, "num_copies": num_copies, "prior_scope": prior_scope}
-        self.hidden = GraphAttentionLayer(num_features, head_dim, num_heads, **options, kl_share=shares[0])
-        self.output = GraphAttentionLayer(num_heads * head_dim, num_classes, output_heads, **options, kl_share=shares[1])
+        # graphs of this recipe have their self-loops (`data.make_graph`)
+        options = {"config": attention, "dropout": dropout, "value_dropout": dropout, "add_self_loops": False}
+        options["prior_scope"] = prior_scope
+        self.dropout = nn.Dropout(dropout)
+        self.hidden = BayesianGATConv(num_features, head_dim, num_heads, **options)
+        self.output = BayesianGATConv(num_heads * head_dim, num_classes, output_heads, concat=False, **options)
 
-    def forward(self, inputs: GraphInputs) -> Float[Tensor, "copies r c"]:
-        """Return the class logits of the last layer's targets, for each copy."""
-        heads = self.output(self.embed(inputs), inputs.edges[1], inputs.batch and (inputs.batch, inputs.batch.edges[1]))
-        return heads.unflatten(1, (self.num_copies, -1)).mean(dim=2).transpose(0, 1)
+    def forward(
+        self, x: Float[Tensor, "n f"], edge_index: Int[Tensor, "2 e"], output_edge_index: Int[Tensor, "2 e2"]
+    ) -> Float[Tensor, "n c"]:
+        """Return the class logits of every node; of a part of a graph only those of the wanted nodes mean anything.
 
-    def embed(self, inputs: GraphInputs) -> Float[Tensor, "r copies f"]:
+        Args:
+            x: Features of the nodes; dense, or a CSR matrix.
+            edge_index: Edges of the first layer.
+            output_edge_index: Edges of the second layer.
+        """
+        return self.output(self.dropout(self.embed(x, edge_index)), output_edge_index)
+
+    def embed(self, x: Float[Tensor, "n f"], edge_index: Int[Tensor, "2 e"]) -> Float[Tensor, "n f2"]:
         """Return what the first layer tells the second."""
-        batch = inputs.batch and (inputs.batch, inputs.batch.edges[0])
-        heads = F.elu(self.hidden(inputs.features, inputs.edges[0], batch))
-        return heads.unflatten(1, (self.num_copies, -1)).flatten(2)
-
-    def set_generators(self, generators: Sequence[torch.Generator | None]) -> None:
-        """Say where each copy draws its noise from, or all of them together from one; None is torch's own generator."""
-        if len(generators) not in (1, self.num_copies):
-            raise ValueError(
-                f"generators has {len(generators)} entries; allowed: {self.num_copies}, one for each copy, or 1"
-            )
-        self.hidden.generators = self.output.generators = list(generators)
-
-    def set_settings(self, settings: Sequence[CopySettings]) -> None:
-        """Give every copy settings of its own."""
-        if len(settings) != self.num_copies:
-            raise ValueError(f"settings has {len(settings)} entries; allowed: {self.num_copies}, one for each copy")
-        for layer in (self.hidden, self.output):
-            layer.settings = list(settings)
-            # `sampling` and `train` switch it, and ask whether there is anything to switch
-            layer.dropout.p = max(one.dropout for one in settings)
-            layer._of_heads.clear()
-
-
-def stack_networks(networks: Sequence[GraphAttentionNetwork], stacked: GraphAttentionNetwork) -> None:
-    """Copy the parameters of single networks into one with as many copies."""
-    with torch.no_grad():
-        for name, parameter in stacked.named_parameters():
-            parameter.copy_(torch.cat([network.get_parameter(name) for network in networks]))
-
-
-def take_copies(state: dict[str, Tensor], copies: Int[Tensor, " k"], num_copies: int) -> dict[str, Tensor]:
-    """Return the parameters of some of the copies, as those of a network with only these."""
-    return {name: value.unflatten(0, (num_copies, -1))[copies].flatten(0, 1) for name, value in state.items()}
+        if x.layout is torch.sparse_csr:
+            # zeros stay zeros
+            values = self.dropout(x.values())
+            x = torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), values, x.shape, check_invariants=False)
+        else:
+            x = self.dropout(x)
+        return F.elu(self.hidden(x, edge_index))

@@ -14,12 +14,11 @@ from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.runs import environment, write_bytes, write_json
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.common import tables as _tables
+from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.evaluate import available_methods, draw, measure_draws
-from bayesattn_recipes.graph.inputs import GraphInputs
-from bayesattn_recipes.graph.many import train_many
-from bayesattn_recipes.graph.sampling import neighbourhood_inputs
-from bayesattn_recipes.graph.train import GraphConfig, load_config, load_config_graph
+from bayesattn_recipes.graph.inputs import neighbourhood
+from bayesattn_recipes.graph.train import fit
 
 DATASETS = ("cora", "citeseer", "pubmed")
 VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc")
@@ -34,8 +33,6 @@ PAPER = {
 }
 NUM_SAMPLES = 20
 DRAW_SEED = 0
-# seeds trained side by side on a CPU, where more do not fit the cache, and on a GPU
-COPIES = {"cpu": 5, "cuda": 20}
 
 
 def reproduce(
@@ -87,81 +84,64 @@ def run_cells(
     settings: Sequence[str] = (),
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the measures of every config and seed; what is in `out` already is read, the rest is trained."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    configs = {name: load_config(name, settings) for name in names}
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    graphs: dict[tuple, tuple[Graph, GraphInputs]] = {}
+    done, graphs = 0, {}
     with show_runs(console, len(names) * num_seeds) as display, one_thread():
-        for place, (name, config) in enumerate(configs.items()):
-            cells = {seed: _read(out, name, config, seed) for seed in range(num_seeds)}
-            missing = [seed for seed, cell in cells.items() if cell is None]
-            key = (config.dataset, config.split, config.left_out_classes)
-            if missing and key not in graphs:
-                graph = load_config_graph(config, data)
-                graphs = {key: (graph, GraphInputs.of(graph))}
-            for start in range(0, len(missing), COPIES[device]):
-                seeds = missing[start : start + COPIES[device]]
-                done = place * num_seeds + num_seeds - len(missing) + start
-                display.begin(name, done)
-
-                def advance(epoch: int, epochs: int, done: int = done, count: int = len(seeds)) -> None:
-                    display.advance(done + count * epoch / epochs)
-
-                measured = run_seeds(config, *graphs[key], seeds, device, advance)
-                for seed, measures in zip(seeds, measured):
-                    _tables.write_cell(_path(out, name, seed), _identity(name, config, seed), measures)
-                    cells[seed] = measures
-            display.advance((place + 1) * num_seeds)
-            found[name] = {seed: cell for seed, cell in cells.items() if cell is not None}
+        for name in names:
+            found[name] = {}
+            for seed in range(num_seeds):
+                config = dataclasses.replace(load_config(name, settings), seed=seed)
+                cell = _read(out, name, config)
+                if cell is None:
+                    key = (config.dataset, config.split, config.left_out_classes)
+                    if key not in graphs:
+                        graphs = {key: load_config_graph(config, data)}
+                    display.begin(name, done)
+                    cell = run_seed(config, graphs[key], lambda at, of, done=done: display.advance(done + at / of))
+                    _tables.write_cell(_path(out, name, seed), _identity(name, config), cell)
+                found[name][seed] = cell
+                done += 1
+                display.advance(done)
     return found
 
 
-def run_seeds(
-    config: GraphConfig,
-    graph: Graph,
-    inputs: GraphInputs,
-    seeds: Sequence[int],
-    device: str,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> list[dict[str, Any]]:
-    """Train some seeds side by side and return what was measured of each."""
+def run_seed(
+    config: GraphConfig, graph: Graph, on_progress: Callable[[int, int], Any] = lambda done, total: None
+) -> dict[str, Any]:
+    """Train one network and return what was measured of it."""
     cpu = time.process_time()
-    runs = train_many(config, graph, seeds, device=device, inputs=inputs, on_progress=on_progress)
+    model, log = fit(config, graph, on_progress)
     cpu_seconds = time.process_time() - cpu
-    nodes = torch.cat([graph.splits["validation"], graph.splits["test"]])
-    num_validation = len(graph.splits["validation"])
-    labels = graph.labels[nodes]
-    wanted = neighbourhood_inputs(inputs, nodes).to(device)
-    results: list[dict[str, Any]] = [
-        {
-            "kept_epoch": int(runs.kept_epoch[copy]),
-            "num_epochs": int(runs.num_epochs[copy]),
-            "validation_accuracy": float(runs.validation_accuracy[runs.kept_epoch[copy], copy]),
-            "validation_nll": float(runs.validation_nll[runs.kept_epoch[copy], copy]),
-            "train_seconds": round(runs.seconds / len(seeds), 3),
-            "train_cpu_seconds": round(cpu_seconds / len(seeds), 3),
-            "methods": {},
-        }
-        for copy in range(len(seeds))
-    ]
+    kept = next(row for row in reversed(log.rows) if row["is_best"])
+    parts = {name: graph.splits[name] for name in ("validation", "test")}
+    inputs = neighbourhood(graph, torch.cat(list(parts.values()))).to(next(model.parameters()).device)
+    sizes, labels = [len(nodes) for nodes in parts.values()], [graph.labels[nodes] for nodes in parts.values()]
+    methods = {}
     for method in available_methods(config):
-        logits = draw(runs.model, wanted, method, NUM_SAMPLES, DRAW_SEED).cpu()
-        for copy, result in enumerate(results):
-            validation, test = logits[:, copy].split([num_validation, len(nodes) - num_validation], dim=1)
-            result["methods"][method] = measure_draws(validation, labels[:num_validation], test, labels[num_validation:])
-    return results
+        logits = draw(model, inputs, method, NUM_SAMPLES, DRAW_SEED)[:, : sum(sizes)].cpu()
+        validation, test = logits.split(sizes, dim=1)
+        methods[method] = measure_draws(validation, labels[0], test, labels[1])
+    return {
+        "kept_epoch": kept["epoch"],
+        "num_epochs": len(log.rows),
+        "validation_accuracy": kept["validation_accuracy"],
+        "validation_nll": kept["validation_nll"],
+        "train_seconds": round(log.seconds, 3),
+        "train_cpu_seconds": round(cpu_seconds, 3),
+        "methods": methods,
+    }
 
 
 def _path(out: Path, name: str, seed: int) -> Path:
     return out / "cells" / f"{name}-{seed}.json"
 
 
-def _identity(name: str, config: GraphConfig, seed: int) -> dict[str, Any]:
-    return {"config": name, "seed": seed, "settings": dataclasses.asdict(config), "num_samples": NUM_SAMPLES}
+def _identity(name: str, config: GraphConfig) -> dict[str, Any]:
+    return {"config": name, "settings": dataclasses.asdict(config), "num_samples": NUM_SAMPLES}
 
 
-def _read(out: Path, name: str, config: GraphConfig, seed: int) -> dict[str, Any] | None:
-    return _tables.read_cell(_path(out, name, seed), _identity(name, config, seed))
+def _read(out: Path, name: str, config: GraphConfig) -> dict[str, Any] | None:
+    return _tables.read_cell(_path(out, name, config.seed), _identity(name, config))
 
 
 def seed_rows(dataset: str, variant: str, cells: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,98 @@
+"""Everything that decides a run of the graph recipe, and the graph and network that it names."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bayesattn_recipes.baselines import AttentionChoice
+from bayesattn_recipes.common.config import build_config, find_config, load_yaml, override
+from bayesattn_recipes.common.experiment import TrainingConfig
+from bayesattn_recipes.graph.data import Graph, leave_out_classes, load_graph, split_of_seed
+from bayesattn_recipes.graph.model import GraphAttentionNetwork
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """Everything that decides a run.
+
+    Args:
+        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
+        training: Epochs and schedules. With `batch_size` 1 the one example is the whole graph, and an epoch one step; with
+            more, examples are nodes, and a step takes so many of them with their neighbourhoods.
+        seed: Initialisation, dropout and attention noise.
+        dataset: Name of the data set.
+        split: Which of its official splits (for `generated`: its seed); None for the one that belongs to the run's seed,
+            seed mod 10 for the heterophilous graphs, so that ten seeds see all of them.
+        left_out_classes: Classes kept out of training, whose test nodes become out-of-distribution nodes.
+        num_heads: Heads of the first layer.
+        head_dim: Features of each.
+        output_heads: Heads of the second layer, averaged.
+        dropout: In the three places of each layer.
+        prior_scope: Over which nodes a contextual prior sums to one: the `graph`, or the `neighbourhood` of each node.
+        kept_by: Which epochs may give the run its parameters, the last of them does: `both`, those in which validation NLL
+            and accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
+        fanout: Neighbours that a node of a mini-batch hears at most; None for all.
+        learning_rate: Of Adam.
+        weight_decay: L2 penalty, added to the gradient before Adam sees it (not AdamW's).
+    """
+
+    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
+    training: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(epochs=400, batch_size=1, keep="validation_nll", patience=100)
+    )
+    seed: int = 0
+    dataset: str = "generated"
+    split: int | None = 0
+    left_out_classes: int = 0
+    num_heads: int = 8
+    head_dim: int = 8
+    output_heads: int = 1
+    dropout: float = 0.6
+    prior_scope: Literal["graph", "neighbourhood"] = "graph"
+    kept_by: Literal["both", "nll"] = "both"
+    fanout: int | None = None
+    learning_rate: float = 5e-3
+    weight_decay: float = 5e-4
+
+    def __post_init__(self) -> None:
+        self.attention.check_layers(on_edges=True)
+        for name in ("num_heads", "head_dim", "output_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
+        if not (0.0 <= self.dropout < 1.0):
+            raise ValueError(f"dropout is {self.dropout!r}; allowed: at least 0 and below 1")
+        if not (0.0 < self.learning_rate < float("inf")):
+            raise ValueError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number above 0")
+        if not (0.0 <= self.weight_decay < float("inf")):
+            raise ValueError(f"weight_decay is {self.weight_decay!r}; allowed: a finite number of at least 0")
+
+
+def load_config(name: str, settings: Sequence[str] = ()) -> GraphConfig:
+    """Read a config by its name (`cora-wc`) or path, with `name=value` settings on top."""
+    return build_config(GraphConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+
+
+def load_config_graph(config: GraphConfig, data: Path | None) -> Graph:
+    """Load the graph a config names, from `data` or the folder that BAYESATTN_DATA names."""
+    if data is None and os.environ.get("BAYESATTN_DATA"):
+        data = Path(os.environ["BAYESATTN_DATA"])
+    split = split_of_seed(config.dataset, config.seed) if config.split is None else config.split
+    return leave_out_classes(load_graph(config.dataset, data, split=split), config.left_out_classes)
+
+
+def build_model(config: GraphConfig, graph: Graph) -> GraphAttentionNetwork:
+    """Build the network a config describes, with fresh parameters."""
+    return GraphAttentionNetwork(
+        graph.features.shape[1],
+        graph.num_classes,
+        config.attention,
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        output_heads=config.output_heads,
+        dropout=config.dropout,
+        prior_scope=config.prior_scope,
+    )
