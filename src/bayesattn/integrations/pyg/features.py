@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.common.precision import without_autocast
+from bayesattn.precision import without_autocast
 
 
 class _Pattern(NamedTuple):
