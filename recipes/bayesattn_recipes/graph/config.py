@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from bayesattn_recipes.baselines import AttentionChoice
-from bayesattn_recipes.common.config import build_config, find_config, load_yaml, override
+from bayesattn_recipes.common.config import Count, NotNegative, Positive, Seed, Share, config_class, read_config
 from bayesattn_recipes.common.experiment import TrainingConfig
 from bayesattn_recipes.graph.data import Graph, leave_out_classes, load_graph, split_of_seed
 from bayesattn_recipes.graph.model import GraphAttentionNetwork
@@ -15,7 +17,7 @@ from bayesattn_recipes.graph.model import GraphAttentionNetwork
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@dataclass(frozen=True)
+@config_class
 class GraphConfig:
     """Everything that decides a run.
 
@@ -44,36 +46,27 @@ class GraphConfig:
     training: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(epochs=400, batch_size=1, keep="validation_nll", patience=100)
     )
-    seed: int = 0
+    seed: Seed = 0
     dataset: str = "generated"
     split: int | None = 0
-    left_out_classes: int = 0
-    num_heads: int = 8
-    head_dim: int = 8
-    output_heads: int = 1
-    dropout: float = 0.6
+    left_out_classes: Annotated[int, Field(ge=0)] = 0
+    num_heads: Count = 8
+    head_dim: Count = 8
+    output_heads: Count = 1
+    dropout: Share = 0.6
     prior_scope: Literal["graph", "neighbourhood"] = "graph"
     kept_by: Literal["both", "nll"] = "both"
-    fanout: int | None = None
-    learning_rate: float = 5e-3
-    weight_decay: float = 5e-4
+    fanout: Count | None = None
+    learning_rate: Positive = 5e-3
+    weight_decay: NotNegative = 5e-4
 
     def __post_init__(self) -> None:
         self.attention.check_layers(on_edges=True)
-        for name in ("num_heads", "head_dim", "output_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: an integer of at least 1")
-        if not (0.0 <= self.dropout < 1.0):
-            raise ValueError(f"dropout is {self.dropout!r}; allowed: at least 0 and below 1")
-        if not (0.0 < self.learning_rate < float("inf")):
-            raise ValueError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number above 0")
-        if not (0.0 <= self.weight_decay < float("inf")):
-            raise ValueError(f"weight_decay is {self.weight_decay!r}; allowed: a finite number of at least 0")
 
 
 def load_config(name: str, settings: Sequence[str] = ()) -> GraphConfig:
     """Read a config by its name (`cora-wc`) or path, with `name=value` settings on top."""
-    return build_config(GraphConfig, override(load_yaml(find_config(name, CONFIGS)), settings))
+    return read_config(GraphConfig, name, CONFIGS, settings)
 
 
 def load_config_graph(config: GraphConfig, data: Path | None) -> Graph:

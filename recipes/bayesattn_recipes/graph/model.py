@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import PriorScope
 from bayesattn.integrations.pyg import BayesianGATConv
+from bayesattn_recipes.baselines import attention_options
 
 
 class GraphAttentionNetwork(nn.Module):
@@ -42,8 +43,8 @@ class GraphAttentionNetwork(nn.Module):
     ) -> None:
         super().__init__()
         # graphs of this recipe have their self-loops (`data.make_graph`)
-        options = {"config": attention, "dropout": dropout, "value_dropout": dropout, "add_self_loops": False}
-        options["prior_scope"] = prior_scope
+        options = {**attention_options(attention, on_edges=True), "dropout": dropout, "value_dropout": dropout}
+        options |= {"prior_scope": prior_scope, "add_self_loops": False}
         self.dropout = nn.Dropout(dropout)
         self.hidden = BayesianGATConv(num_features, head_dim, num_heads, **options)
         self.output = BayesianGATConv(num_heads * head_dim, num_classes, output_heads, concat=False, **options)
