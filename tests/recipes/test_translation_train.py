@@ -179,8 +179,8 @@ def test_methods_follow_from_what_is_random(name, expected):
     [
         ("dropout=1.5", "dropout is 1.5; allowed"),
         ("batch_tokens=0", "batch_tokens is 0; allowed"),
-        ("learning_rate=0", "learning_rate is 0.0; allowed"),
-        ("warmup=1", "warmup is 1.0; allowed"),
+        ("learning_rate=0", "learning_rate is 0; allowed"),
+        ("warmup=1", "warmup is 1; allowed"),
         ("attention.variant=nope", "variant is 'nope'; allowed"),
         ("decoder_mode=fast", "decoder_mode is 'fast'; allowed: 'eager', 'compile', 'cuda-graph'"),
     ],

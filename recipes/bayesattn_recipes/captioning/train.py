@@ -28,9 +28,8 @@ from bayesattn_recipes.common.config import (
     Share,
     config_class,
     read_config,
-    seed_everything,
 )
-from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 
 RECIPE = "captioning"
 CONFIGS = Path(__file__).parent / "configs"
@@ -195,11 +194,8 @@ def fit(
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> tuple[Att2in, MetricLog]:
     """Train a model and return it with its log, without a run folder."""
-    seed_everything(config.seed)
-    experiment = build_experiment(config, data)
     with _threads(config):
-        log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
-    return experiment.model, log
+        return runs.fit(config, lambda: build_experiment(config, data), on_progress)
 
 
 def train_run(

@@ -25,6 +25,20 @@ def drawing_methods(*, is_stochastic: bool, drops: bool, together_first: bool = 
     return ["mean", *both, "attention"] if together_first else ["mean", "attention", *both]
 
 
+def usual_method(allowed: Sequence[str], given: str | None = None) -> str:
+    """Return the method that was asked for, or the usual one; `mean` where nothing can be drawn.
+
+    Args:
+        allowed: From `drawing_methods`.
+        given: What was asked for.
+    """
+    if given is None:
+        return allowed[:2][-1]
+    if given not in allowed:
+        raise ValueError(f"method is {given!r}; allowed for this run: {', '.join(allowed)}")
+    return given
+
+
 class RunPredictor(Protocol):
     """A run that is to be predicted, as its recipe sees it."""
 

@@ -123,6 +123,18 @@ def train_run(
         return log
 
 
+def fit(
+    config: RunConfig,
+    build: Callable[[], Experiment],
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> tuple[Any, MetricLog]:
+    """Train a model and return it with its log, without a run folder; arguments as for `train_run`."""
+    seed_everything(config.seed)
+    experiment = build()
+    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
+    return experiment.model, log
+
+
 def _build(build: Callable[[], Experiment], identity: dict[str, Any]) -> Experiment:
     """Make the experiment; a config that asks for more memory than there is is an error of its own."""
     try:

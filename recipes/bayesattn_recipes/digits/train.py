@@ -22,9 +22,8 @@ from bayesattn_recipes.common.config import (
     Share,
     config_class,
     read_config,
-    seed_everything,
 )
-from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.digits.data import CLASS_NAMES, load_splits
 from bayesattn_recipes.digits.model import DigitClassifier
 
@@ -128,10 +127,7 @@ def fit(
     config: DigitsConfig, on_progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> tuple[DigitClassifier, MetricLog]:
     """Train a model and return it with its log, without a run folder."""
-    seed_everything(config.seed)
-    experiment = DigitsExperiment(config)
-    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
-    return experiment.model, log
+    return runs.fit(config, lambda: DigitsExperiment(config), on_progress)
 
 
 def build_experiment(config: DigitsConfig, data: Path | None = None) -> DigitsExperiment:

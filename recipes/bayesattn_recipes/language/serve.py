@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesattn.metrics import top_two_p_value
+from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.language import squad
 from bayesattn_recipes.language.features import encode
 from bayesattn_recipes.language.predictor import Predictor, available_methods
@@ -73,9 +74,7 @@ class Classifier:
 
     def __init__(self, run: LoadedRun, *, num_samples: int | None = None, seed: int = 0, method: str | None = None) -> None:
         allowed = [name for name in available_methods(run.config, run.model) if name != "post-hoc"]
-        self.method = allowed[min(1, len(allowed) - 1)] if method is None else method
-        if self.method not in allowed:
-            raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(allowed)}")
+        self.method = usual_method(allowed, method)
         self.rule = read_rule(run.folder, self.method)
         known = NUM_SAMPLES if self.rule is None or self.method == "mean" else self.rule.num_samples
         self.run, self.num_samples, self.seed = run, known if num_samples is None else num_samples, seed

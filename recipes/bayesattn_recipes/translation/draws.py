@@ -18,7 +18,7 @@ from torch import Tensor
 from bayesattn.metrics.disagreement import entropy
 from bayesattn.prediction import sampling
 from bayesattn_recipes.common.beam import beam_search
-from bayesattn_recipes.common.prediction import drawing_methods
+from bayesattn_recipes.common.prediction import drawing_methods, usual_method
 from bayesattn_recipes.translation.batches import Corpus, make_batch, token_batches
 from bayesattn_recipes.translation.decoder import Memory
 from bayesattn_recipes.translation.model import Translator, evaluation_tokens
@@ -32,15 +32,9 @@ def available_methods(model: Translator) -> list[str]:
     return drawing_methods(is_stochastic=noisy, drops=drops)
 
 
-def check_method(model: Translator, method: str) -> None:
-    """Refuse what cannot be drawn from a model."""
-    if method not in available_methods(model):
-        raise ValueError(f"method is {method!r}; allowed for this run: {', '.join(available_methods(model))}")
-
-
 def drawing(model: Translator, method: str) -> AbstractContextManager[object]:
     """Return the context in which calls of the model draw: nothing, attention noise, dropout masks, or both."""
-    check_method(model, method)
+    method = usual_method(available_methods(model), method)
     return nullcontext() if method == "mean" else sampling(model, dropout=method.endswith("dropout"))
 
 

@@ -13,6 +13,7 @@ from bayesattn.evaluation.runs import write_bytes
 from bayesattn.plots import plot_attention
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.plots.style import title as set_title
+from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.translation.batches import make_batch
 from bayesattn_recipes.translation.draws import available_methods, drawing
 from bayesattn_recipes.translation.measure import REJECTED
@@ -48,7 +49,7 @@ def attention_samples(
     """
     device = next(model.parameters()).device
     batch = make_batch([source], [target])
-    method, attention = available_methods(model)[:2][-1], model.decoder.attention
+    method, attention = usual_method(available_methods(model)), model.decoder.attention
     draws, prior = [], None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), drawing(model, method):
         torch.manual_seed(seed)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.translation.batches import Corpus, token_batches
 from bayesattn_recipes.translation.draws import (
     Judged,
     available_methods,
-    check_method,
     decode,
     decode_draws,
     disagreement,
@@ -108,8 +108,7 @@ def translate(
         seed: Of the draws; torch's generators are left as they were.
         name: What the lines are lines of, for errors.
     """
-    method = available_methods(model)[:2][-1] if method is None else method
-    check_method(model, method)
+    method = usual_method(available_methods(model), method)
     encoded = vocabulary.encode(sentences)
     check_lengths(encoded, max_tokens, name)
     sources = [[*tokens, END] for tokens in encoded]

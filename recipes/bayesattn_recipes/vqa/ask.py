@@ -12,6 +12,7 @@ from bayesattn.evaluation.runs import write_bytes
 from bayesattn.metrics import top_two_p_value
 from bayesattn.plots import plot_overlay
 from bayesattn.prediction import predict
+from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.vision.features import Regions, read_regions
 from bayesattn_recipes.vision.ids import find_name
 from bayesattn_recipes.vision.images import read_image
@@ -122,15 +123,14 @@ def answer(
         raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
     words, word_mask = model.vocabulary.encode([question])
     inputs = {"words": words, "word_mask": word_mask, "regions": regions, "region_mask": mask}
-    p_value = None
-    drawing = available_methods(config)[1:2]
-    if drawing:
-        has_dropout = drawing[0].endswith("dropout")
-        samples = predict(model, inputs, num_samples, seed, batch_dims=0, task="multilabel", dropout=has_dropout).samples
-        p_value = float(top_two_p_value(samples, test="welch", task="multilabel"))
-    else:
+    p_value, method = None, usual_method(available_methods(config))
+    if method == "mean":
         with torch.no_grad():
             samples = torch.sigmoid(model(**inputs)).unsqueeze(0)
+    else:
+        has_dropout = method.endswith("dropout")
+        samples = predict(model, inputs, num_samples, seed, batch_dims=0, task="multilabel", dropout=has_dropout).samples
+        p_value = float(top_two_p_value(samples, test="welch", task="multilabel"))
     mean = samples.mean(dim=0)[0]
     first, second = mean.topk(2).indices.tolist()
     maps = {name: value.mean(dim=1) for name, value in attention_maps(model, inputs, num_samples, seed).items()}

@@ -14,8 +14,8 @@ from bayesattn.evaluation.runs import CHECKPOINT_FILE, RunError, read_tensors
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import Count, MetricLog, Positive, Seed, config_class, read_config, seed_everything
-from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
+from bayesattn_recipes.common.config import Count, MetricLog, Positive, Seed, config_class, read_config
+from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.common.replay import is_recordable
 from bayesattn_recipes.vqa.accuracy import soft_targets
 from bayesattn_recipes.vqa.data import DataConfig, Split, build_vocabulary, load_splits
@@ -168,10 +168,7 @@ def fit(
     config: VQAConfig, data: Path | None = None, on_progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> tuple[MCAN, MetricLog]:
     """Train a model and return it with its log, without a run folder."""
-    seed_everything(config.seed)
-    experiment = build_experiment(config, data)
-    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
-    return experiment.model, log
+    return runs.fit(config, lambda: build_experiment(config, data), on_progress)
 
 
 train_run = one_thread()(runs.make_train_run(RECIPE, build_experiment))
