@@ -10,6 +10,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.functional import dense
 from bayesattn.nn import multihead_arguments
 from bayesattn.prediction import sampling
+from bayesattn_recipes.common.config import build_config
 from bayesattn_recipes.vqa.attend import attention_maps
 from bayesattn_recipes.vqa.model import MCAN, MCANSize
 from bayesattn_recipes.vqa.train import CONFIGS, learning_rate_factor, load_config
@@ -183,13 +184,13 @@ def test_learning_rate_follows_the_papers_schedule():
     ("settings", "message"),
     [
         ({"num_heads": 5}, "num_heads is 5; allowed: a divisor of width 512"),
-        ({"dropout": 1.0}, "dropout is 1; allowed: below 1"),
+        ({"dropout": 1.0}, "dropout is 1.0; allowed: below 1"),
         ({"num_layers": 0}, "num_layers is 0; allowed: at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        MCANSize(**settings)
+        build_config(MCANSize, settings)
 
 
 def test_regions_have_a_place_only_where_the_grid_is_named(inputs):
