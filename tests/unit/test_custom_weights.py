@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import bayesattn as ba
 from bayesattn.nn import AttentionWeights
+from helpers import no_type_checks
 
 
 class Sharpened(nn.Module):
@@ -102,12 +103,14 @@ def test_a_converted_model_gets_one_object_per_module_and_gives_it_back():
         ({"weights": lambda **sizes: nn.Identity()}, "weights is a Identity without name, has_kl"),
     ],
 )
-def test_what_it_must_be_is_said_by_name(options, message):
+def test_what_it_must_be_is_said_by_name(options, message, monkeypatch):
+    no_type_checks(monkeypatch)
     with pytest.raises(ValueError, match=message):
         ba.nn.MultiheadAttention(12, 3, **options)
 
 
-def test_one_object_for_several_modules_is_refused():
+def test_one_object_for_several_modules_is_refused(monkeypatch):
+    no_type_checks(monkeypatch)
     weights = Sharpened(head_dim=4, num_heads=3)
     with pytest.raises(ValueError, match="the layer has 2 attention modules"):
         ba.nn.TransformerDecoderLayer(12, 3, 16, weights=weights)
