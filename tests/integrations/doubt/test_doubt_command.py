@@ -1,0 +1,108 @@
+"""`bayesattn doubt` on a small classifier in a local folder: table, JSON lines, page, and what it refuses."""
+
+import io
+import json
+import os
+
+import pytest
+import torch
+import transformers as hf
+from small_models import SMALL
+
+import bayesattn as ba
+from bayesattn.cli import main
+from bayesattn.integrations.hf.doubt import doubt_texts
+
+WORDS = ["the", "film", "was", "dull", "un", "##watch", "##able", "fine", ",", "<", "b", ">", "&"]
+TEXTS = ["the film was unwatchable", "fine , the film was fine", "<b> the film & dull"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("classifier")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
+    hf.BertTokenizer(vocab=vocabulary).save_pretrained(path)
+    torch.manual_seed(0)
+    names = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    config = hf.BertConfig(**{**SMALL, "vocab_size": len(vocabulary), "num_labels": 2}, **names)
+    hf.BertForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS) + "\n\n", encoding="utf-8")
+    return path
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(list(map(str, arguments)))
+    return stop.value.code
+
+
+def test_json_lines_are_sorted_and_are_what_the_library_says(folder, texts, capsys):
+    assert run("doubt", "--model", folder, "--text", texts, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(row["text"] for row in rows) == sorted(TEXTS)
+    assert [row["t"] for row in rows] == sorted(row["t"] for row in rows)
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    for row in rows:
+        result = ba.uncertainty(model, dict(tokenizer(row["text"], return_tensors="pt")))
+        assert row["t"] == pytest.approx(float(result.t), rel=1e-3)
+        assert row["label"] == ["bad", "good"][int(result.label)]
+        assert row["probability"] == pytest.approx(float(result.probabilities.max()), rel=1e-4)
+
+
+def test_words_have_the_share_of_their_tokens(folder):
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    for pair in (TEXTS[0], (TEXTS[0], TEXTS[1])):
+        (found,) = doubt_texts(model, tokenizer, [pair])
+        joined = pair if isinstance(pair, str) else "\n".join(pair)
+        assert "".join(piece for piece, _ in found.pieces) == joined == found.text
+        assert sum(share for _, share in found.pieces) + found.special == pytest.approx(1.0)
+        assert sum(map(sum, found.by_head.values())) == pytest.approx(1.0)
+    (found,) = doubt_texts(model, tokenizer, [TEXTS[0]])
+    encoded = tokenizer(TEXTS[0], return_tensors="pt")
+    shares = ba.uncertainty(model, dict(encoded)).by_token[0]
+    whole = dict(found.pieces)["unwatchable"]
+    assert whole == pytest.approx(float(shares[4:7].sum() / shares.sum()), rel=1e-3)
+
+
+def test_table_page_and_standard_input(folder, texts, tmp_path, capsys, monkeypatch):
+    page = tmp_path / "doubt.html"
+    assert run("doubt", "--model", folder, "--text", texts, "--html", page, "--most", 2) == 0
+    assert "Least certain first" in capsys.readouterr().out
+    written = page.read_text(encoding="utf-8")
+    assert written.count("<article>") == 2
+    assert "<b>" not in written.replace("<b>good</b>", "").replace("<b>bad</b>", "")
+    monkeypatch.setattr("sys.stdin", io.StringIO(texts.read_text(encoding="utf-8")))
+    assert run("doubt", "--model", folder, "--text", "-", "--json") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [("\n \n", "has no text"), ("one\ttwo\nthree\n", "some lines have a tab")],
+)
+def test_bad_texts_are_refused_by_name(folder, tmp_path, content, match, capsys):
+    path = tmp_path / "bad.txt"
+    path.write_text(content, encoding="utf-8")
+    assert run("doubt", "--model", folder, "--text", path) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_folders_without_a_trained_classifier_are_refused(folder, texts, tmp_path, capsys):
+    assert run("doubt", "--model", tmp_path, "--text", texts) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    encoder = tmp_path / "encoder"
+    hf.AutoModelForSequenceClassification.from_pretrained(folder).bert.save_pretrained(encoder)
+    for name in os.listdir(folder):
+        if "token" in name or "vocab" in name:
+            (encoder / name).write_bytes((folder / name).read_bytes())
+    assert run("doubt", "--model", encoder, "--text", texts) == 2
+    assert "would be random" in capsys.readouterr().err
