@@ -7,8 +7,8 @@ from bayesattn.optional import lazy_names
 if TYPE_CHECKING:
     from bayesattn import convert, functional, metrics, nn
     from bayesattn.config import AttentionConfig
-    from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian, tune_noise
-    from bayesattn.doubt import SequenceScore, Uncertainty, score, uncertainty
+    from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian
+    from bayesattn.doubt import SequenceScore, Uncertainty, score, tune_noise, uncertainty
     from bayesattn.kl import record_kl
     from bayesattn.objective import KLSchedule, elbo
     from bayesattn.prediction import Prediction, predict, sampling
@@ -43,8 +43,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above; a __getattr__ w
     # torch takes seconds to import, and `bayesattn --help` comes through here
     _LATE = {
         "config": ("AttentionConfig",),
-        "convert": ("bayesianize", "conversion_report", "load_bayesian", "restore", "save_bayesian", "tune_noise"),
-        "doubt": ("SequenceScore", "Uncertainty", "score", "uncertainty"),
+        "convert": ("bayesianize", "conversion_report", "load_bayesian", "restore", "save_bayesian"),
+        "doubt": ("SequenceScore", "Uncertainty", "score", "tune_noise", "uncertainty"),
         "objective": ("KLSchedule", "elbo"),
         "kl": ("record_kl",),
         "prediction": ("Prediction", "predict", "sampling"),

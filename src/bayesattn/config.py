@@ -19,6 +19,8 @@ MuForm = Literal["psi", "log_psi"]
 KLReduction = Literal["sum", "row_mean", "mean"]
 
 # variant: posterior family, prior kind (None: no KL). `soft` has no noise at all.
+# the field that says how much noise a family has
+NOISE_FIELD: dict[str, str] = {"weibull": "weibull_k", "lognormal": "sigma_q"}
 VARIANTS: dict[Variant, tuple[Family | None, PriorKind | None]] = {
     "soft": (None, None),
     "BAM-NOKL": ("weibull", None),

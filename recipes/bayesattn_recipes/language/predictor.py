@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bayesattn.config import AttentionConfig
-from bayesattn.convert import tune_noise
+from bayesattn.doubt import tune_noise
 from bayesattn.evaluation.runs import Predictions, SplitPredictions
 from bayesattn.nn import BayesianModule
 from bayesattn.prediction import predict

@@ -3,7 +3,6 @@
     model = bayesianize(model, AttentionConfig("BAM-WC"))    # torch, transformers or PyTorch Geometric
     print(conversion_report(model))
     save_bayesian(model, "dir"); load_bayesian(model, "dir")
-    tune_noise(model, batches)                               # no training: choose the noise on validation data
     restore(model)
 
 Each kind of attention has an adapter (`adapters.py` lists them); transformers and torch_geometric are imported only when
@@ -13,15 +12,12 @@ the model already did.
 from bayesattn.convert.bayesianize import bayesianize, restore
 from bayesattn.convert.saving import load_bayesian, save_bayesian
 from bayesattn.convert.summary import ConversionReport, conversion_report
-from bayesattn.convert.tuning import NoiseTuning, tune_noise
 
 __all__ = [
     "ConversionReport",
-    "NoiseTuning",
     "bayesianize",
     "conversion_report",
     "load_bayesian",
     "restore",
     "save_bayesian",
-    "tune_noise",
 ]

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bayesattn.config import AttentionConfig
+from bayesattn.config import NOISE_FIELD, AttentionConfig
 from bayesattn.convert.adapters import converted_modules, find_candidates
-from bayesattn.convert.tuning import NOISE_FIELD
 
 
 @dataclass(frozen=True)

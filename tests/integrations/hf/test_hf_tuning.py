@@ -10,7 +10,8 @@ from zoo import ARCHITECTURES, build, run
 
 import bayesattn as ba
 from bayesattn import metrics
-from bayesattn.convert import NoiseTuning, bayesianize, conversion_report, load_bayesian, restore, save_bayesian, tune_noise
+from bayesattn.convert import bayesianize, conversion_report, load_bayesian, restore, save_bayesian
+from bayesattn.doubt import NoiseTuning, tune_noise
 from data import shared_data
 
 IDS = torch.ones(2, 3, dtype=torch.long)

@@ -10,21 +10,22 @@ a model that ignores its attention. In between the NLL falls and then rises, so 
 on the ordered candidates without trying them all.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn import metrics
+from bayesattn import checks, metrics
 from bayesattn.batching import BatchDims
+from bayesattn.config import NOISE_FIELD
 from bayesattn.convert.modes import evaluating
-from bayesattn.convert.progress import Progress
-from bayesattn.convert.search import follow, most_evaluations, search
+from bayesattn.doubt.calibration import fit_noise
+from bayesattn.doubt.progress import Progress
+from bayesattn.doubt.search import follow, most_evaluations, search
+from bayesattn.doubt.tuning_result import NoiseTuning, Quality, set_noise
 from bayesattn.nn import BayesianModule
 from bayesattn.prediction import as_arguments, find_logits, predict
 
@@ -36,66 +37,13 @@ CANDIDATES = {
     "weibull": (100.0, 50.0, 30.0, 20.0, 10.0, 7.0, 5.0, 3.0, 2.0, 1.5, 1.0, 0.5),
     "lognormal": (0.013, 0.026, 0.043, 0.064, 0.13, 0.18, 0.26, 0.43, 0.64, 0.85, 1.3, 2.6),
 }
-NOISE_FIELD = {"weibull": "weibull_k", "lognormal": "sigma_q"}
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How good the predictions on the validation data are: mean NLL in nats, expected calibration error, AURC."""
-
-    nll: float
-    ece: float
-    aurc: float
-
-
-@dataclass(frozen=True)
-class NoiseTuning:
-    """What `tune_noise` found.
-
-    Attributes:
-        parameter: `weibull_k` or `sigma_q`.
-        values: Its chosen value for every Bayesian attention module, by name.
-        candidates: What it was chosen from, from least noise to most.
-        nll_by_value: Validation NLL of the candidates that were tried, each used for all layers at once.
-        before: Quality of the deterministic model.
-        after: Quality of the M-sample predictive with the chosen values.
-    """
-
-    parameter: str
-    values: dict[str, float]
-    candidates: tuple[float, ...]
-    nll_by_value: dict[float, float]
-    before: Quality
-    after: Quality
-
-    @property
-    def at_edge(self) -> str | None:
-        """What to know about a choice at an end of the candidates, beyond which nothing was tried; None elsewhere."""
-        least, most = self.candidates[0], self.candidates[-1]
-        if least == most:
-            return None
-        if most in self.values.values():
-            return (
-                f"{self.parameter} = {most:g} is the most noise of all candidates; more may be better: give candidates=[...]"
-            )
-        if least in self.values.values():
-            return f"{self.parameter} = {least:g} is the least noise of all candidates: the data ask for hardly any"
-        return None
-
-    def __str__(self) -> str:
-        chosen = sorted(set(self.values.values()))
-        rows = [
-            f"{name:>6}  {getattr(self.before, name):.4f} → {getattr(self.after, name):.4f}"
-            for name in ("nll", "ece", "aurc")
-        ]
-        edge = [] if self.at_edge is None else [self.at_edge]
-        return "\n".join([f"{self.parameter}: {', '.join(f'{value:g}' for value in chosen)}", *rows, *edge])
 
 
 def tune_noise(
     model: nn.Module,
     batches: Iterable[Any],
     *,
+    method: Literal["draws", "closed-form"] = "draws",
     candidates: Sequence[float] | None = None,
     num_samples: int = 20,
     seed: int = 0,
@@ -103,6 +51,8 @@ def tune_noise(
     chunk_size: int | None = None,
     batch_dims: BatchDims | None = None,
     output: Callable[[Any], Tensor] | None = None,
+    num_classes: int = 2,
+    risk: float | None = None,
     quiet: bool = False,
 ) -> NoiseTuning:
     """Set the noise of every Bayesian attention module to what predicts the validation labels best.
@@ -114,6 +64,8 @@ def tune_noise(
         model: A model with Bayesian attention of one family; its configs are replaced, nothing else.
         batches: Validation data, gone through several times: pairs (inputs, labels), or mappings with `labels`. Labels are
             classes, aligned with the logits; −100 is ignored.
+        method: `draws`, or `closed-form`: every batch is run once, forwards and backwards (`uncertainty`), and the noise
+            that gives the averaged probabilities the lowest NLL is found without another pass.
         candidates: Values to choose from; None takes twelve that span almost none to a lot, of which five are tried.
         num_samples: M of the predictive.
         seed: Same seed, same result.
@@ -121,11 +73,19 @@ def tune_noise(
         chunk_size: With `batch_dims`, draws per forward pass at most, as in `predict`.
         batch_dims: The batch axis of the inputs, as in `predict`: 0 in batch-first models. None draws one by one.
         output: Gets the logits out of what the model returns, as in `predict`.
+        num_classes: In closed form, the classes whose logits' covariance is used, as in `uncertainty`.
+        risk: In closed form, the error rate that answers may have at most: `selector` of the result is then the threshold on
+            t that answers most, with a guarantee from the same data (`metrics.SelectivePredictor.for_error`).
         quiet: Print nothing.
 
     Raises:
         ValueError: Nothing is stochastic, families are mixed, or the data are empty; the model is unchanged.
     """
+    checks.choice("method", method, ("draws", "closed-form"))
+    if risk is not None and method == "draws":
+        raise ValueError("risk is given with method='draws'; it needs method='closed-form'")
+    if per_layer and method == "closed-form":
+        raise ValueError("per_layer is True with method='closed-form', which fits one scale; use method='draws'")
     parts = {
         name: module
         for name, module in model.named_modules()
@@ -148,6 +108,11 @@ def tune_noise(
     data = [_inputs_and_labels(batch) for batch in batches]
     if not any((labels != IGNORED_LABEL).any() for _, labels in data):
         raise ValueError("batches hold no label; allowed: at least one batch with a label that is not -100")
+    if method == "closed-form":
+        given = None if candidates is None else ordered
+        return fit_noise(
+            model, data, parts, candidates=given, num_classes=num_classes, risk=risk, output=output, quiet=quiet
+        )
     # of the layers most need two: a step in either direction, neither of which helps
     trials = most_evaluations(len(ordered)) + (2 * len(parts) if per_layer else 0)
     progress = Progress("tune_noise", len(data) * (1 + num_samples * trials), quiet=quiet)
@@ -161,7 +126,7 @@ def tune_noise(
 
     def attempt(names: Iterable[str], position: int, found: dict[int, Quality]) -> float:
         value, names = ordered[position], list(names)
-        _set([parts[name] for name in names], field, value)
+        set_noise([parts[name] for name in names], field, value)
         who = "" if len(names) == len(parts) else f"{names[0]}: "
         found[position] = evaluate(num_samples, f"{who}{field} = {value:g}")
         return found[position].nll
@@ -171,13 +136,13 @@ def tune_noise(
         deterministic = evaluate(None, "deterministic")
         tried: dict[int, Quality] = {}
         best = search(len(ordered), lambda position: attempt(parts, position, tried))
-        _set(parts.values(), field, ordered[best])
+        set_noise(parts.values(), field, ordered[best])
         values, after = dict.fromkeys(parts, ordered[best]), tried[best]
         for name in parts if per_layer else ():
             alone = {best: after}
             chosen = follow(len(ordered), best, after.nll, lambda p, n=name, found=alone: attempt([n], p, found))
             values[name], after = ordered[chosen], alone[chosen]
-            _set([parts[name]], field, values[name])
+            set_noise([parts[name]], field, values[name])
     except BaseException:
         for name, part in parts.items():
             part.config = before[name]
@@ -187,11 +152,6 @@ def tune_noise(
     progress.done = progress.work
     progress.line("; ".join(row.strip() for row in str(result).splitlines()))
     return result
-
-
-def _set(parts: Iterable[BayesianModule], field: str, value: float) -> None:
-    for part in parts:
-        part.config = dataclasses.replace(part.config, **{field: value})
 
 
 def _evaluate(

@@ -1,0 +1,69 @@
+"""What `tune_noise` returns, and how a chosen noise gets into a model."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bayesattn import metrics
+from bayesattn.nn import BayesianModule
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good the predictions on the validation data are: mean NLL in nats, expected calibration error, AURC."""
+
+    nll: float
+    ece: float
+    aurc: float
+
+
+@dataclass(frozen=True)
+class NoiseTuning:
+    """What `tune_noise` found.
+
+    Attributes:
+        parameter: `weibull_k` or `sigma_q`.
+        values: Its chosen value for every Bayesian attention module, by name.
+        candidates: What it was chosen from, from least noise to most.
+        nll_by_value: Validation NLL of the candidates that were tried, each used for all layers at once.
+        before: Quality of the deterministic model.
+        after: Quality of the M-sample predictive with the chosen values; in closed form, of the averaged probabilities.
+        selector: With `risk`, which answers to give: `selector.answers(uncertainty(model, inputs).t)`.
+    """
+
+    parameter: str
+    values: dict[str, float]
+    candidates: tuple[float, ...]
+    nll_by_value: dict[float, float]
+    before: Quality
+    after: Quality
+    selector: metrics.SelectivePredictor | None = None
+
+    @property
+    def at_edge(self) -> str | None:
+        """What to know about a choice at an end of the candidates, beyond which nothing was tried; None elsewhere."""
+        least, most = self.candidates[0], self.candidates[-1]
+        if least == most:
+            return None
+        if most in self.values.values():
+            return (
+                f"{self.parameter} = {most:g} is the most noise of all candidates; more may be better: give candidates=[...]"
+            )
+        if least in self.values.values():
+            return f"{self.parameter} = {least:g} is the least noise of all candidates: the data ask for hardly any"
+        return None
+
+    def __str__(self) -> str:
+        chosen = sorted(set(self.values.values()))
+        rows = [
+            f"{name:>6}  {getattr(self.before, name):.4f} → {getattr(self.after, name):.4f}"
+            for name in ("nll", "ece", "aurc")
+        ]
+        edge = [] if self.at_edge is None else [self.at_edge]
+        return "\n".join([f"{self.parameter}: {', '.join(f'{value:g}' for value in chosen)}", *rows, *edge])
+
+
+def set_noise(parts: Iterable[BayesianModule], field: str, value: float) -> None:
+    """Replace one number in the configs of Bayesian modules."""
+    for part in parts:
+        part.config = dataclasses.replace(part.config, **{field: value})

@@ -1,0 +1,94 @@
+"""tune_noise in closed form: the scale that the labels ask for, one pass over the data, a threshold with a guarantee."""
+
+import math
+
+import pytest
+import torch
+import transformers as hf
+from small_models import SMALL
+
+import bayesattn as ba
+
+
+def build(classes=2):
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(**{**SMALL, "num_labels": classes})).double().eval()
+
+
+def labelled(model, noise, count=6, size=32):
+    """Label inputs by the linearised model itself: what the true scale is, is known."""
+    generator, result = torch.Generator().manual_seed(1), []
+    for _ in range(count):
+        ids = torch.randint(3, 61, (size, 7), generator=generator)
+        truth = ba.uncertainty(model, {"input_ids": ids}, config=noise)
+        moved = truth.margin + truth.std * torch.randn(size, generator=generator).double()
+        keeps = torch.rand(size, generator=generator).double() < torch.sigmoid(moved)
+        pair = truth.classes
+        result.append({"input_ids": ids, "labels": torch.where(keeps, pair[:, 0], pair[:, 1])})
+    return result
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LF"])
+def test_finds_the_scale_behind_the_labels(variant):
+    model = build()
+    # noise as large as the margins themselves, so that the labels depend on it
+    true_k = 0.4
+    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=true_k), count=20)
+    ba.bayesianize(model, ba.AttentionConfig(variant))
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    result = ba.tune_noise(model, data, method="closed-form", quiet=True)
+    handle.remove()
+    assert len(calls) == len(data)  # one pass over the data
+    (value,) = set(result.values.values())
+    deviation = math.pi / math.sqrt(6) / value if variant == "BAM-WC" else value
+    true = math.pi / math.sqrt(6) / true_k
+    assert 0.5 * true < deviation < 2.0 * true
+    assert result.after.nll < result.before.nll
+    assert result.after.nll == pytest.approx(min(result.nll_by_value.values()))
+    # the model has it now, and its averaged probabilities are those that were measured
+    found = [ba.uncertainty(model, {"input_ids": batch["input_ids"]}) for batch in data]
+    probabilities = torch.cat([one.averaged_probabilities for one in found])
+    nll = ba.metrics.negative_log_likelihood(probabilities, torch.cat([batch["labels"] for batch in data])).mean()
+    assert float(nll) == pytest.approx(result.after.nll, rel=1e-6)
+
+
+def test_candidates_and_more_classes():
+    model = build(classes=4)
+    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=0.5))
+    data[0]["labels"][:5] = -100
+    ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL"))
+    two = ba.tune_noise(model, data, method="closed-form", candidates=[50.0, 1.0, 0.5], quiet=True)
+    three = ba.tune_noise(model, data, method="closed-form", candidates=[50.0, 1.0, 0.5], num_classes=3, quiet=True)
+    assert set(two.values.values()) <= {50.0, 1.0, 0.5}
+    assert two.before == three.before
+    assert two.after != three.after
+
+
+def test_threshold_keeps_its_promise_on_its_data():
+    model = build()
+    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=8)
+    ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL"))
+    result = ba.tune_noise(model, data, method="closed-form", risk=0.4, quiet=True)
+    answered = [result.selector.answers(ba.uncertainty(model, {"input_ids": b["input_ids"]}).t) for b in data]
+    report = result.selector.calibration
+    assert sum(int(part.sum()) for part in answered) == report.num_answered > 0
+    assert report.error <= result.selector.bound <= 0.4
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "closed"}, "method is 'closed'"),
+        ({"risk": 0.1}, "needs method='closed-form'"),
+        ({"method": "closed-form", "per_layer": True}, "fits one scale"),
+        ({"method": "closed-form", "risk": 1e-6}, "target_error is 1e-06"),
+    ],
+)
+def test_wrong_options_are_refused_and_the_model_stays(options, match):
+    model = build()
+    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=1)
+    ba.bayesianize(model, ba.AttentionConfig("BAM-WC", weibull_k=7.0))
+    with pytest.raises(ValueError, match=match):
+        ba.tune_noise(model, data, quiet=True, **options)
+    assert {m.config.weibull_k for m in model.modules() if hasattr(m, "weibull_k") or hasattr(m, "samples_in_eval")} == {7.0}
