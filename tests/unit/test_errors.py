@@ -220,8 +220,8 @@ def test_a_config_must_be_a_config(make):
         make("BAM-WC")
 
 
-def test_modules_need_a_config_by_keyword():
-    with pytest.raises(TypeError, match="config"):
+def test_modules_need_a_config_or_weights_by_keyword():
+    with pytest.raises(ValueError, match="neither config nor weights is given"):
         ba.nn.MultiheadAttention(8, 2)
 
 
