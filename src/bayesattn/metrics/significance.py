@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesattn.metrics import validate
 from bayesattn.metrics.special import student_t_two_sided
-from bayesattn.metrics.wilcoxon import wilcoxon_p_value
+from bayesattn.optional import needs_extra
 
 Test = Literal["paired", "welch", "pooled", "wilcoxon"]
 Space = Literal["probability", "logit"]
@@ -39,7 +39,7 @@ def top_two_p_value(
     Args:
         samples: Probabilities of M ≥ 2 draws, or logits if `space` is `logit`; draws first.
         test: `paired` t-test of the M differences (the paper's graph code), `welch` (its VQA code) or `pooled` two-sample
-            t-test, or the `wilcoxon` signed-rank test with scipy's rules (see `_wilcoxon`).
+            t-test, or the `wilcoxon` signed-rank test, which needs scipy.
         space: What `samples` holds, and so what is tested. Logits also rank the classes by their mean probability.
         task: `multiclass`: rows are distributions (softmax of logits); `multilabel`: one probability a class (sigmoid).
         chunk_size: Predictions looked at together; None keeps the extra memory below 0.5 GiB.
@@ -72,7 +72,7 @@ def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"]
         raise ValueError(f"first has {first.shape[0]} draws on its first axis; allowed: at least 2")
     first, second = first.double(), second.double()
     if test == "wilcoxon":
-        return wilcoxon_p_value(first - second)
+        return _wilcoxon(first - second)
     draws = first.shape[0]
     if test == "paired":
         mean, variance = _mean_and_variance(first - second)
@@ -87,6 +87,20 @@ def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"]
     constant = variance == 0
     t = mean / torch.where(constant, torch.ones_like(variance), variance / draws).sqrt()
     return torch.where(constant, (mean == 0).double(), student_t_two_sided(t, df))
+
+
+def _wilcoxon(differences: Float[Tensor, "s b"]) -> Float[Tensor, " b"]:
+    with needs_extra("test='wilcoxon'", "metrics"):
+        from scipy.stats import wilcoxon
+    values = differences.cpu()
+    ordered = values.abs().sort(dim=0).values
+    # scipy chooses exact or approximate for all columns at once; columns with zeros or ties must not decide for the others
+    untidy = (ordered[0] == 0) | (ordered.diff(dim=0) == 0).any(dim=0)
+    p_value = torch.ones(values.shape[1], dtype=torch.float64)
+    for columns in (~untidy, untidy & (ordered[-1] > 0)):
+        if bool(columns.any()):
+            p_value[columns] = torch.as_tensor(wilcoxon(values[:, columns].numpy(), axis=0).pvalue, dtype=torch.float64)
+    return p_value.to(differences.device)
 
 
 def top_two_classes(mean: Float[Tensor, "b c"]) -> Int[Tensor, "b 2"]:
