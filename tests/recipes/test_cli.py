@@ -56,7 +56,7 @@ for arguments in [["--help"], ["--version"], ["list"], *([name, "--help"] for na
 print(len(names), sorted({"torch", "numpy", "matplotlib", "scipy"} & set(sys.modules)), file=sys.stderr)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stderr == "13 []\n"
+    assert ran.stderr == "14 []\n"
     assert "--tensorboard" in ran.stdout
 
 
