@@ -292,10 +292,10 @@ def test_tuned_configs_are_complete():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("dropout=1", "dropout is 1.0; allowed"),
+        ("dropout=1", "dropout is 1; allowed"),
         ("num_heads=0", "num_heads is 0; allowed"),
-        ("learning_rate=0", "learning_rate is 0.0; allowed"),
-        ("weight_decay=-1", "weight_decay is -1.0; allowed"),
+        ("learning_rate=0", "learning_rate is 0; allowed"),
+        ("weight_decay=-1", "weight_decay is -1; allowed"),
         ("prior_scope=world", "prior_scope is 'world'; allowed: 'graph', 'neighbourhood'"),
     ],
 )

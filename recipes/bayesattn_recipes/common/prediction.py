@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from bayesattn.evaluation.runs import Predictions, SplitPredictions
 from bayesattn_recipes.common.runs import choose_methods
@@ -39,6 +39,7 @@ def usual_method(allowed: Sequence[str], given: str | None = None) -> str:
     return given
 
 
+@runtime_checkable
 class RunPredictor(Protocol):
     """A run that is to be predicted, as its recipe sees it."""
 
@@ -65,6 +66,7 @@ class RunPredictor(Protocol):
         ...
 
 
+@runtime_checkable
 class PredictRun(Protocol):
     """How the command line predicts a run of any recipe."""
 

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rich.console import Console
 
@@ -20,6 +20,7 @@ Name = TypeVar("Name", bound=str)
 CELLS_FOLDER, RUNS_FOLDER = "cells", "runs"
 
 
+@runtime_checkable
 class Work(Protocol):
     """What a recipe says about the runs of one data set."""
 
