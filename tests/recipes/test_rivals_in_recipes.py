@@ -125,7 +125,7 @@ def test_latent_alignments_are_refused_by_the_config(recipe, variant):
 def test_the_graph_recipe_refuses_what_it_has_no_version_of():
     with pytest.raises(ValueError, match="sampled_kl is True"):
         load("graph", "sampled-kl")
-    with pytest.raises(ValueError, match="variant is 'gaussian-context', whose KL is of the whole graph; allowed"):
+    with pytest.raises(ValueError, match="weights are 'gaussian-context', whose KL is of the whole graph; allowed"):
         experiment("graph", load("graph", "gaussian-context", "training.batch_size=50"))
 
 

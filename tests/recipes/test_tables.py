@@ -7,7 +7,7 @@ from rich.console import Console
 
 import bayesattn_recipes as recipes
 from bayesattn.cli.progress import show_runs
-from bayesattn_recipes.common.tables import choose, markdown, print_tables
+from bayesattn_recipes.common.tables import choose, markdown, paired, print_tables
 
 REPRODUCIBLE = ("graph", "language", "translation", "captioning", "vqa")
 
@@ -42,7 +42,7 @@ def test_every_recipe_takes_settings_and_both_names_of_a_variant(recipe, tmp_pat
     )
     for name in ("load_data", "load_splits"):
         if hasattr(module, name):
-            monkeypatch.setattr(module, name, lambda *_: None)
+            monkeypatch.setattr(module, name, lambda *_: {})
     options = {"num_seeds": 1, "data": None, "out": tmp_path, "console": Console(quiet=True)}
     names = {"graph": "cora", "language": "mrpc", "translation": "multi30k", "captioning": "shapes", "vqa": "shapes"}
     with pytest.raises(Stop):
@@ -78,3 +78,10 @@ def test_runs_are_announced_in_a_file_and_counted_in_a_terminal():
         display.advance(1.5)
         assert display.bar is not None
         assert [(task.description, task.completed, task.total) for task in display.bar.tasks] == [("cora-wc", 1.5, 3)]
+
+
+def test_differences_that_are_equal_but_for_rounding_have_no_spread():
+    ours, baseline = {0: 0.3, 1: 0.1 + 0.2}, {0: 0.1, 1: 0.1}
+    assert ours[0] != ours[1]
+    assert paired(ours, baseline).p_value == 0.0
+    assert paired(baseline, baseline).p_value == 1.0

@@ -49,9 +49,10 @@ def paired(ours: dict[int, float], baseline: dict[int, float]) -> Paired:
     differences = [ours[seed] - baseline[seed] for seed in sorted(ours)]
     if len(differences) < 2:
         return Paired(over_runs(differences), None)
-    if len(set(differences)) == 1:
-        # no spread to test against: equal everywhere, or by the same amount everywhere
-        return Paired(over_runs(differences), 1.0 if differences[0] == 0.0 else 0.0)
+    size = max(map(abs, differences))
+    if max(differences) - min(differences) <= 1e-12 * size:
+        # no spread to test against but rounding: equal everywhere, or by the same amount everywhere
+        return Paired(over_runs(differences), 1.0 if size == 0.0 else 0.0)
     p_value = float(stats.ttest_1samp(differences, 0.0)[1])  # type: ignore[arg-type]
     return Paired(over_runs(differences), p_value)
 

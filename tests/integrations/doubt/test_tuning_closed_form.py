@@ -8,6 +8,7 @@ import transformers as hf
 from small_models import SMALL
 
 import bayesattn as ba
+from helpers import no_type_checks
 
 
 def build(classes=2):
@@ -85,7 +86,8 @@ def test_threshold_keeps_its_promise_on_its_data():
         ({"method": "closed-form", "risk": 1e-6}, "target_error is 1e-06"),
     ],
 )
-def test_wrong_options_are_refused_and_the_model_stays(options, match):
+def test_wrong_options_are_refused_and_the_model_stays(options, match, monkeypatch):
+    no_type_checks(monkeypatch)
     model = build()
     data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=1)
     ba.bayesianize(model, ba.AttentionConfig("BAM-WC", weibull_k=7.0))
