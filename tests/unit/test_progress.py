@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bayesattn.convert import progress
+from bayesattn.doubt import progress
 
 
 class Terminal(io.StringIO):

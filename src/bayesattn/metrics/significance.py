@@ -99,7 +99,9 @@ def _wilcoxon(differences: Float[Tensor, "s b"]) -> Float[Tensor, " b"]:
     p_value = torch.ones(values.shape[1], dtype=torch.float64)
     for columns in (~untidy, untidy & (ordered[-1] > 0)):
         if bool(columns.any()):
-            p_value[columns] = torch.as_tensor(wilcoxon(values[:, columns].numpy(), axis=0).pvalue, dtype=torch.float64)
+            # statistic and p-value
+            _, found = wilcoxon(values[:, columns].numpy(), axis=0)
+            p_value[columns] = torch.as_tensor(found, dtype=torch.float64)
     return p_value.to(differences.device)
 
 
