@@ -14,6 +14,8 @@ ScheduleKind = Literal["constant", "sigmoid", "linear", "cyclic"]
 
 # of 0.001 to 0.3 the largest that costs a pretrained encoder no more than the noise alone (docs/deviations.md)
 MAX_SHARE = 0.01
+# torch and transformers give it to labels that do not count
+IGNORED_LABEL = -100
 
 
 class ELBO(NamedTuple):

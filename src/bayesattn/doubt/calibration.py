@@ -1,7 +1,7 @@
 """`tune_noise` in closed form: one scale fitted to validation labels, without a pass through the model after the first.
 
 To first order the covariance of the logits is proportional to the variance v of the noise. It is computed once, for a noise
-of variance 1; the probabilities of any other noise follow from it (`predictive.py`), and the best is a minimum on a line.
+of variance 1; the probabilities of any other noise follow from it (`predictive.py`), and the best of a fine grid is taken.
 """
 
 import math
@@ -19,10 +19,10 @@ from bayesattn.doubt.progress import Progress
 from bayesattn.doubt.tuning_result import NoiseTuning, Quality, set_noise
 from bayesattn.doubt.uncertainty import uncertainty
 from bayesattn.nn import BayesianModule
+from bayesattn.objective import IGNORED_LABEL
 
-# standard deviations of the log-noise that are tried before the best is refined, from next to none to far too much
-DEVIATIONS = tuple(float(value) for value in torch.logspace(-3.0, 1.5, 46))
-REFINEMENTS = 40
+# standard deviations of the log-noise that are tried, 5 % apart, from next to none to far too much; each costs no pass
+DEVIATIONS = tuple(10.0 ** (-3.0 + step / 50.0) for step in range(226))
 
 
 def fit_noise(
@@ -54,23 +54,24 @@ def fit_noise(
         def nll(deviation: float) -> float:
             return float(metrics.negative_log_likelihood(averaged(deviation), labels).mean())
 
-        grid = DEVIATIONS if candidates is None else tuple(_value(value, field) for value in candidates)
-        tried = {deviation: nll(deviation) for deviation in grid}
-        best = min(tried, key=lambda deviation: tried[deviation])
-        if candidates is None:
-            best = _refined(nll, grid, best)
-            tried[best] = nll(best)
-        value = _value(best, field)
-        set_noise(parts.values(), field, value)
+        def quality(predicted: Float[Tensor, "b k"]) -> Quality:
+            return Quality.of(predicted, labels, metrics.negative_log_likelihood(predicted, labels))
+
+        values = [_value(deviation, field) for deviation in DEVIATIONS] if candidates is None else candidates
+        # from least noise to most
+        deviations = dict(sorted(((value, _value(value, field)) for value in values), key=lambda item: item[1]))
+        tried = {value: nll(deviation) for value, deviation in deviations.items()}
+        best = min(tried, key=lambda value: tried[value])
+        set_noise(parts.values(), field, best)
         correct = metrics.correct(probabilities, labels)
-        selector = None if risk is None else metrics.SelectivePredictor.for_error(t / best, correct, risk)
+        selector = None if risk is None else metrics.SelectivePredictor.for_error(t / deviations[best], correct, risk)
         result = NoiseTuning(
             parameter=field,
-            values=dict.fromkeys(parts, value),
-            candidates=tuple(_value(deviation, field) for deviation in sorted(tried)),
-            nll_by_value={_value(deviation, field): tried[deviation] for deviation in sorted(tried)},
-            before=_quality(probabilities, labels),
-            after=_quality(averaged(best), labels),
+            values=dict.fromkeys(parts, best),
+            candidates=tuple(tried),
+            nll_by_value=tried,
+            before=quality(probabilities),
+            after=quality(averaged(deviations[best])),
             selector=selector,
         )
     except BaseException:
@@ -95,26 +96,8 @@ def _run(
         result = uncertainty(model, inputs, num_classes=num_classes, output=output)
         if labels.shape != result.margin.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}; closed form needs one class for each example")
-        keep = labels != -100
+        keep = labels != IGNORED_LABEL
         found = (result.probabilities, result.classes, result.differences, result.covariance, result.t)
         rows.append([x[keep.to(x.device)].cpu() for x in found if x is not None] + [labels[keep].cpu()])
         progress.advance(1, f"batch {number} of {len(data)}")
     return [torch.cat(column) for column in zip(*rows, strict=True)]
-
-
-def _refined(nll: Callable[[float], float], grid: Sequence[float], best: float) -> float:
-    """Return the minimum between the neighbors of the best point of a grid, by golden section on a logarithmic scale."""
-    position = grid.index(best)
-    low, high = (math.log(grid[min(max(position + step, 0), len(grid) - 1)]) for step in (-1, 1))
-    ratio = (math.sqrt(5.0) - 1.0) / 2.0
-    for _ in range(REFINEMENTS):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if nll(math.exp(left)) <= nll(math.exp(right)) else (left, high)
-    return math.exp(0.5 * (low + high))
-
-
-def _quality(probabilities: Float[Tensor, "b k"], labels: Tensor) -> Quality:
-    confidence, correct = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
-    ece = metrics.expected_calibration_error(confidence, correct)
-    nll = metrics.negative_log_likelihood(probabilities, labels).mean()
-    return Quality(float(nll), float(ece), float(metrics.aurc(confidence, correct)))

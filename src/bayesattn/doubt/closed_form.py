@@ -170,6 +170,11 @@ def _of_examples(call: Call, square: Float[Tensor, "w h n"], examples: int, name
     return CallVariance(name, variance.unflatten(0, (examples, -1)).sum(dim=1), False)
 
 
+def total(found: list[CallVariance]) -> Float[Tensor, " b"]:
+    """Return the variance of every example."""
+    return torch.stack([call.variance.sum(dim=(1, 2)).to(found[0].variance.device) for call in found]).sum(dim=0)
+
+
 def parts(found: list[CallVariance]) -> dict[str, Any]:
     """Return `std`, `by_layer`, `by_head` and `by_token` of a `Doubt` from the calls' variances."""
     by_head: dict[str, Tensor] = {}
@@ -177,8 +182,7 @@ def parts(found: list[CallVariance]) -> dict[str, Any]:
         heads = call.variance.sum(dim=-1)
         by_head[call.name] = by_head[call.name] + heads if call.name in by_head else heads
     by_layer = {name: heads.sum(dim=-1) for name, heads in by_head.items()}
-    variance = torch.stack([part.to(found[0].variance.device) for part in by_layer.values()]).sum(dim=0)
-    return {"std": variance.sqrt(), "by_layer": by_layer, "by_head": by_head, "by_token": by_token(found)}
+    return {"std": total(found).sqrt(), "by_layer": by_layer, "by_head": by_head, "by_token": by_token(found)}
 
 
 def by_token(found: list[CallVariance]) -> Float[Tensor, "b n"] | None:

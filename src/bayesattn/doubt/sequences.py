@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.doubt.closed_form import CallVariance, by_token, parts, variances
 from bayesattn.doubt.result import SequenceScore
+from bayesattn.objective import IGNORED_LABEL
+from bayesattn.precision import upcast
 from bayesattn.prediction import find_logits
 
-IGNORED_LABEL = -100
 # how transformers' decoders call the attention that reads the encoder
 CROSS_ATTENTION = frozenset(("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "cross_attention"))
 
@@ -67,8 +67,7 @@ def score(
         logits = find(outputs)
         if logits.ndim != 3 or logits.shape[:2] != scored.shape:
             raise ValueError(f"the logits have shape {tuple(logits.shape)}; (batch, tokens, vocabulary) was expected")
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return -F.cross_entropy(wide.transpose(1, 2), scored, ignore_index=IGNORED_LABEL, reduction="none")
+        return -F.cross_entropy(upcast(logits).transpose(1, 2), scored, ignore_index=IGNORED_LABEL, reduction="none")
 
     tokens: list[Tensor] = []
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bayesattn.metrics.significance import top_two_classes
+from bayesattn.precision import upcast
 from bayesattn.prediction import find_logits
 
 Target = Literal["margin", "value", "span"] | int | Tensor | Callable[[Any], Tensor]
@@ -65,7 +66,7 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
             f"the logits have shape {tuple(logits.shape)} and target={_shown(target)} needs (batch, classes); for tokens, "
             "nodes or pixels give target= a function from the model's outputs to one number per example"
         )
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = upcast(logits)
     probabilities, label = torch.softmax(wide, dim=-1), wide.argmax(dim=-1)
     if isinstance(target, str):
         if target != "margin":
@@ -81,11 +82,11 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
             lambda result: _difference(find(result), pair), True, probabilities, label, torch.cat([pair, rest], dim=1), find
         )
     classes = _classes(target, logits)
-    return Number(lambda result: _wide(find(result)).gather(1, classes[:, None]).squeeze(1), False, probabilities, label)
+    return Number(lambda result: upcast(find(result)).gather(1, classes[:, None]).squeeze(1), False, probabilities, label)
 
 
 def _difference(logits: Float[Tensor, "b c"], pair: Int[Tensor, "b 2"]) -> Float[Tensor, " b"]:
-    first, second = _wide(logits).gather(1, pair).unbind(dim=1)
+    first, second = upcast(logits).gather(1, pair).unbind(dim=1)
     return first - second
 
 
@@ -116,14 +117,10 @@ def _span(outputs: Any) -> Number:
 
 
 def _span_scores(outputs: Any) -> Float[Tensor, "b spans"]:
-    start, end = _wide(outputs.start_logits), _wide(outputs.end_logits)
+    start, end = upcast(outputs.start_logits), upcast(outputs.end_logits)
     scores = start.unsqueeze(2) + end.unsqueeze(1)
     backwards = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril(-1)
     return scores.masked_fill(backwards, torch.finfo(scores.dtype).min).flatten(1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _checked(logits: Tensor) -> Tensor:

@@ -27,9 +27,8 @@ from bayesattn.doubt.progress import Progress
 from bayesattn.doubt.search import follow, most_evaluations, search
 from bayesattn.doubt.tuning_result import NoiseTuning, Quality, set_noise
 from bayesattn.nn import BayesianModule
+from bayesattn.objective import IGNORED_LABEL
 from bayesattn.prediction import as_arguments, find_logits, predict
-
-IGNORED_LABEL = -100
 
 # from least noise to most: the standard deviation of the log-noise, 1.28/k or σ, goes from 0.013 to 2.6.
 # Twelve, because five evaluations find the best of that many
@@ -120,7 +119,9 @@ def tune_noise(
     passes: dict[str, Any] = {"chunk_size": chunk_size, "batch_dims": batch_dims}
 
     def evaluate(num: int | None, doing: str) -> Quality:
-        quality = _quality(*_evaluate(model, data, num, seed, output, progress, doing, **passes))
+        logits, labels = _evaluate(model, data, num, seed, output, progress, doing, **passes)
+        nll = metrics.nll_from_logits(logits, labels)
+        quality = Quality.of(torch.softmax(logits, dim=-1).mean(dim=0), labels, nll)
         progress.line(f"{doing}: NLL {quality.nll:.4f}")
         return quality
 
@@ -187,17 +188,6 @@ def _mean_logits(model: nn.Module, inputs: Any, output: Callable[[Any], Tensor] 
     args, kwargs = as_arguments(inputs)
     with evaluating(model):
         return (output or find_logits)(model(*args, **kwargs)).unsqueeze(0)
-
-
-def _nll(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> float:
-    return float(metrics.nll_from_logits(logits, labels).mean())
-
-
-def _quality(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> Quality:
-    probabilities = torch.softmax(logits, dim=-1).mean(dim=0)
-    confidence, correct = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
-    ece = metrics.expected_calibration_error(confidence, correct)
-    return Quality(_nll(logits, labels), float(ece), float(metrics.aurc(confidence, correct)))
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:

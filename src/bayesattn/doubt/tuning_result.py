@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxtyping import Float, Int
+from torch import Tensor
+
 from bayesattn import metrics
 from bayesattn.nn import BayesianModule
 
@@ -15,6 +18,13 @@ class Quality:
     nll: float
     ece: float
     aurc: float
+
+    @classmethod
+    def of(cls, probabilities: Float[Tensor, "b k"], labels: Int[Tensor, " b"], nll: Float[Tensor, " b"]) -> "Quality":
+        """Measure predictions whose NLL the caller has."""
+        confidence, correct = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
+        ece = metrics.expected_calibration_error(confidence, correct)
+        return cls(float(nll.mean()), float(ece), float(metrics.aurc(confidence, correct)))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def uncertainty(
         Var d ≈ Σ_l v_l Σ_hij (∂d/∂Φ_lhij)²,    t = d / √Var d
 
     with Φ_l the scores of attention call l and v = π²/(6k²) or σ_q² the variance of their noise. One forward and one
-    backward pass. Ranking answers by `score` needs no choice of noise: k and σ_q only scale `std` and `t`.
+    backward pass; with torch's own `nn.MultiheadAttention`, whose fused path has no gradient, one more forward pass for
+    the exact answers. Ranking answers by `score` needs no choice of noise: k and σ_q only scale `std` and `t`.
 
     Args:
         model: A trained model, plain or with Bayesian attention: everything `bayesianize` takes. A plain one is converted
@@ -82,7 +83,7 @@ def uncertainty(
     result = {"value": values[0], **closed_form.parts(found[0])}
     if settled[0].classes is not None:
         result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
-        result["covariance"] = _covariance([closed_form.parts(calls)["std"].square() for calls in found], num_classes)
+        result["covariance"] = _covariance([closed_form.total(calls) for calls in found], num_classes)
     return _result(settled[0], num_samples, **result)
 
 

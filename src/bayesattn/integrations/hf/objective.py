@@ -20,10 +20,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.nn import BayesianModule
-from bayesattn.objective import ELBO, elbo
+from bayesattn.objective import ELBO, IGNORED_LABEL, elbo
 from bayesattn.watch import KLWatch
-
-IGNORED_LABEL = -100
 
 
 def negative_elbo(
