@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from bayesattn.doubt import SequenceScore, Uncertainty, score, tune_noise, uncertainty
     from bayesattn.kl import record_kl
     from bayesattn.objective import KLSchedule, elbo
+    from bayesattn.observation import observe
     from bayesattn.prediction import Prediction, predict, sampling
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "load_bayesian",
     "metrics",
     "nn",
+    "observe",
     "predict",
     "record_kl",
     "restore",
@@ -47,6 +49,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above; a __getattr__ w
         "doubt": ("SequenceScore", "Uncertainty", "score", "tune_noise", "uncertainty"),
         "objective": ("KLSchedule", "elbo"),
         "kl": ("record_kl",),
+        "observation": ("observe",),
         "prediction": ("Prediction", "predict", "sampling"),
     }
     _MODULES = (

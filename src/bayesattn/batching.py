@@ -10,7 +10,7 @@ from torch import Tensor
 BatchDims = int | Sequence[int | None] | Mapping[str, int | None]
 Arguments = Mapping[int | str, Any]
 
-# what a call passes beside its data; an integer for all arguments does not mean these
+# settings that a call passes along with its data; one axis for all arguments does not apply to them
 _SETTINGS = (bool, int, float, str, type(None))
 
 
@@ -32,19 +32,19 @@ def batch_axes(arguments: Arguments, batch_dims: BatchDims) -> tuple[dict[int | 
         value = arguments[name]
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"argument {name!r} is a {type(value).__name__}, which has no batch axis; allowed in batch_dims: "
-                "an axis for each tensor and None for everything else, or no batch_dims"
+                f"batch_dims gives an axis to argument {name!r}, which is a {type(value).__name__} and has none. Give an "
+                "axis per tensor and None for everything else, or leave out batch_dims"
             )
         if not isinstance(axis, int) or not -value.ndim <= axis < value.ndim:
             raise ValueError(
-                f"batch_dims is {axis!r} for argument {name!r} of shape {tuple(value.shape)}; allowed: one of its axes, or "
-                "None for what all draws share"
+                f"batch_dims for argument {name!r} must be an axis of its shape {tuple(value.shape)}, or None if all draws "
+                f"share it, got {axis!r}"
             )
         axes[name], lengths[name] = axis, value.shape[axis]
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{length} in argument {name!r}" for name, length in lengths.items()) or "none at all"
         raise ValueError(
-            f"batch_dims names batches of length {found}; allowed: one length, and None for what all draws share"
+            f"batch_dims must select batches of one length, got {found}. Use None for arguments that all draws share"
         )
     return axes, next(iter(lengths.values()))
 
@@ -53,31 +53,31 @@ def _by_argument(arguments: Arguments, batch_dims: BatchDims) -> dict[int | str,
     if isinstance(batch_dims, int):
         return {name: batch_dims for name, value in arguments.items() if not isinstance(value, _SETTINGS)}
     if not isinstance(batch_dims, Sequence | Mapping) or isinstance(batch_dims, str):
-        raise ValueError(f"batch_dims is {batch_dims!r}; allowed: an axis for all arguments, or one for each of them")
+        raise ValueError(f"batch_dims must be one axis for all arguments, or one axis per argument, got {batch_dims!r}")
     given: dict[int | str, int | None] = {}
     given.update(batch_dims.items() if isinstance(batch_dims, Mapping) else enumerate(batch_dims))
-    allowed = ", ".join(map(repr, arguments))
+    known = ", ".join(map(repr, arguments))
     for name in given.keys() - arguments.keys():
-        raise ValueError(f"batch_dims has an entry for argument {name!r}; allowed: {allowed}")
+        raise ValueError(f"batch_dims has an entry for argument {name!r}, but the arguments are {known}")
     for name, value in arguments.items():
         if name not in given and not isinstance(value, _SETTINGS):
             raise ValueError(
-                f"batch_dims has no entry for argument {name!r}; allowed: an axis, or None if all draws share it"
+                f"batch_dims has no entry for argument {name!r}. Give its batch axis, or None if all draws share it"
             )
     return given
 
 
 def repeated(value: Tensor, axis: int, count: int) -> Tensor:
-    """Return `count` copies of the batch behind each other."""
+    """Return `count` copies of the batch, one after another."""
     return value if count == 1 else torch.cat([value] * count, dim=axis)
 
 
 def split_draws(together: Shaped[Tensor, "..."], one: torch.Size, count: int) -> Shaped[Tensor, "s ..."]:
-    """Return the outputs of `count` draws, draws first, from what came out of one pass.
+    """Return the outputs of `count` draws, draws first, from the output of one pass.
 
     Args:
         together: Output of the pass.
-        one: Shape of the output of a draw alone; the axis that is `count` times as long now is the batch's.
+        one: Shape of the output of one draw; the axis that is `count` times as long in `together` is the batch axis.
         count: Draws in the pass.
     """
     if count == 1 and together.shape == one:
@@ -85,8 +85,9 @@ def split_draws(together: Shaped[Tensor, "..."], one: torch.Size, count: int) ->
     longer = [axis for axis, (now, before) in enumerate(zip(together.shape, one)) if now != before]
     if together.ndim != len(one) or len(longer) != 1 or together.shape[longer[0]] != count * one[longer[0]]:
         raise ValueError(
-            f"the output of {count} draws has shape {tuple(together.shape)} and that of one draw {tuple(one)}; allowed with "
-            f"batch_dims: one axis that is {count} times as long (chunk_size=1, or no batch_dims, draws one by one)"
+            f"batch_dims needs an output with one axis that is {count} times as long for {count} draws: expected this of "
+            f"shape {tuple(one)}, got {tuple(together.shape)}. Use chunk_size=1 or leave out batch_dims to compute the "
+            "draws one by one"
         )
     axis = longer[0]
     return together.unflatten(axis, (count, one[axis])).movedim(axis, 0)

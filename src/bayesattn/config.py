@@ -1,4 +1,4 @@
-"""One frozen dataclass that says which Bayesian attention is meant, with named presets for its conventions."""
+"""One frozen dataclass that describes the Bayesian attention, with named presets for its conventions."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from bayesattn.numbers import check_positive
+from bayesattn.scalars import check_choice, check_count, check_positive
 
 Family = Literal["weibull", "lognormal"]
 Posterior = Literal["none", "weibull", "lognormal"]
@@ -18,9 +18,19 @@ AlphaForm = Literal["psi", "beta_psi"]
 MuForm = Literal["psi", "log_psi"]
 KLReduction = Literal["sum", "row_mean", "mean"]
 
-# variant: posterior family, prior kind (None: no KL). `soft` has no noise at all.
+
+class Unspecified(Enum):
+    """An argument that was not given, where None means something."""
+
+    TOKEN = "unspecified"
+
+
+# the value of `variant` when none is given; a subclass with more variants repeats it
+DEFAULT_VARIANT: Any = Unspecified.TOKEN
+
 # the field that says how much noise a family has
 NOISE_FIELD: dict[str, str] = {"weibull": "weibull_k", "lognormal": "sigma_q"}
+# variant: posterior family, prior kind (None: no KL). `soft` has no noise at all.
 VARIANTS: dict[Variant, tuple[Family | None, PriorKind | None]] = {
     "soft": (None, None),
     "BAM-NOKL": ("weibull", None),
@@ -30,19 +40,20 @@ VARIANTS: dict[Variant, tuple[Family | None, PriorKind | None]] = {
     "BAM-WC": ("weibull", "contextual"),
 }
 
-# the same the other way round
+# the inverse
 _CODES = {pair: variant for variant, pair in VARIANTS.items()}
-# an object of its own, equal to the code: tells `AttentionConfig()` from `AttentionConfig("BAM-WC")`
-DEFAULT_VARIANT: Any = str(b"BAM-WC", "ascii")
+# the variant of a config that names neither a variant nor posterior and prior
+_DEFAULT: Variant = "BAM-WC"
 
-# the conventions on which the paper, its code and this library differ; docs/deviations.md gives the reasons
+# the conventions on which the paper, its code and this library differ; docs/concepts/deviations.md gives the reasons
 PRESETS: dict[Preset, dict[str, str]] = {
     "paper": {"score_form": "raw", "alpha_form": "psi", "mu_form": "psi", "kl_reduction": "sum"},
     "official-code": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "mean"},
     "default": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "row_mean"},
 }
 
-# copies, so that a value from a preset can be told from the same value written by a user
+# `dataclasses.replace` passes every old value on as if it had been given. So values that a preset fills in are objects of
+# their own, equal to the plain strings, by which they can be told from the same value written by a user
 _FILLED = {preset: {name: str(form.encode(), "ascii") for name, form in forms.items()} for preset, forms in PRESETS.items()}
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -53,12 +64,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mu_form": get_args(MuForm),
     "kl_reduction": get_args(KLReduction),
 }
-
-
-class Unspecified(Enum):
-    """An argument that was not given, where None means something."""
-
-    TOKEN = "unspecified"
 
 
 class _Origin(NamedTuple):
@@ -75,7 +80,7 @@ class AttentionConfig:
         AttentionConfig(posterior="weibull", prior="contextual")  ==  AttentionConfig("BAM-WC")
 
     The default numbers and the `default` preset are those that trained well in the recipes, found on validation data
-    (docs/deviations.md); the paper's own settings are in the configs of each recipe.
+    (docs/concepts/deviations.md); the paper's own settings are in the configs of each recipe.
 
     `dataclasses.replace(config, preset=...)` changes the forms that came from the old preset and keeps those that were
     given. `replace` takes `variant`, or `posterior` and `prior`, too.
@@ -83,7 +88,7 @@ class AttentionConfig:
     Args:
         variant: The paper's code: `soft`, `BAM-NOKL`, or `BAM-` with L(ognormal) or W(eibull) posterior and F(ixed) or
             C(ontextual) prior. Or give the next two. Without any of the three it is `BAM-WC`.
-        posterior: Distribution of the unnormalised weights: `weibull`, `lognormal`, or `none` (or None) for soft attention.
+        posterior: Distribution of the unnormalized weights: `weibull`, `lognormal`, or `none` (or None) for soft attention.
             Read it as `config.family`.
         prior: What the KL pulls towards: a `contextual` prior, computed from the keys, a `fixed` one, or None for no KL.
             Read it as `config.prior_kind`.
@@ -102,9 +107,15 @@ class AttentionConfig:
         mu_form: Contextual lognormal location: μ_p = Ψ (`psi`) or ln Ψ (`log_psi`).
         kl_reduction: Per example: `sum` over heads, queries and keys (the exact ELBO); `row_mean`, the sum over keys
             averaged over heads and queries; `mean` over all valid entries.
+
+    Example:
+        >>> AttentionConfig(posterior="weibull", prior="contextual", weibull_k=3) == AttentionConfig("BAM-WC", weibull_k=3)
+        True
+        >>> AttentionConfig("BAM-LF").family, AttentionConfig("BAM-LF").prior_kind
+        ('lognormal', 'fixed')
     """
 
-    # a subclass that knows more variants lists them here
+    # a subclass with more variants lists them here
     allowed_variants: ClassVar[tuple[str, ...]] = get_args(Variant)
 
     variant: Variant = DEFAULT_VARIANT
@@ -125,7 +136,7 @@ class AttentionConfig:
     alpha_form: AlphaForm | None = None
     mu_form: MuForm | None = None
     kl_reduction: KLReduction | None = None
-    # only `dataclasses.replace` gives it, from the attribute of this name
+    # passed by `dataclasses.replace` only, from the attribute of this name
     _origin: InitVar[_Origin | None] = None
 
     def __post_init__(
@@ -136,7 +147,7 @@ class AttentionConfig:
     ) -> None:
         object.__setattr__(self, "variant", self._code(posterior, prior, _origin))
         choices = {**CHOICES, "variant": self.allowed_variants}
-        _check_choice("preset", self.preset, choices["preset"])
+        check_choice("preset", self.preset, choices["preset"])
         filled = {}
         for name, value in _FILLED[self.preset].items():
             given = getattr(self, name)
@@ -144,7 +155,7 @@ class AttentionConfig:
                 filled[name] = value
                 object.__setattr__(self, name, value)
         for name, allowed in choices.items():
-            _check_choice(name, getattr(self, name), allowed)
+            check_choice(name, getattr(self, name), allowed)
         for name in PRESETS[self.preset].keys() - filled.keys():
             # the plain string, whatever config it was read from
             object.__setattr__(self, name, next(choice for choice in choices[name] if choice == getattr(self, name)))
@@ -154,38 +165,40 @@ class AttentionConfig:
             check_positive(**{name: value})
             object.__setattr__(self, name, float(value))
         if not isinstance(self.mu_p, int | float) or not math.isfinite(self.mu_p):
-            raise ValueError(f"mu_p is {self.mu_p!r}; allowed: a finite number")
-        if not isinstance(self.prior_hidden_dim, int) or self.prior_hidden_dim < 1:
-            raise ValueError(f"prior_hidden_dim is {self.prior_hidden_dim!r}; allowed: an integer of at least 1")
+            raise ValueError(f"mu_p must be a finite number, got {self.mu_p!r}")
+        check_count("prior_hidden_dim", self.prior_hidden_dim)
 
     def _code(
         self, posterior: Posterior | Unspecified | None, prior: PriorKind | Unspecified | None, origin: _Origin | None
     ) -> str:
-        """Return the code of what was given: a code, or posterior and prior."""
+        """Return the variant's code, which was given itself or as posterior and prior."""
         is_code_given = self.variant is not DEFAULT_VARIANT if origin is None else self.variant != origin.variant
+        variant = _DEFAULT if self.variant is DEFAULT_VARIANT else self.variant
         given = {"posterior": posterior, "prior": prior}
         given = {name: value for name, value in given.items() if not isinstance(value, Unspecified)}
-        _check_choice("variant", self.variant, self.allowed_variants)
+        check_choice("variant", variant, self.allowed_variants)
         if not given:
-            return next(variant for variant in self.allowed_variants if variant == self.variant)
+            return variant
         for name, kinds in (("posterior", get_args(Posterior)), ("prior", get_args(PriorKind))):
-            _check_choice(name, given.get(name), (*kinds, None))
+            check_choice(name, given.get(name), (*kinds, None))
         named = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        if self.variant not in VARIANTS:
-            raise ValueError(f"variant is {self.variant!r}, which has no {named}; give one or the other")
-        old_family, old_prior = VARIANTS[self.variant]
+        if variant not in VARIANTS:
+            raise ValueError(
+                f"posterior and prior cannot be combined with variant {variant!r}, got {named}. Give one or the other"
+            )
+        old_family, old_prior = VARIANTS[variant]
         family = old_family if isinstance(posterior, Unspecified) else None if posterior == "none" else posterior
         if isinstance(prior, Unspecified):
-            # from soft attention to a posterior, and back, the prior comes and goes
+            # soft attention has no prior: it is added with a posterior and dropped with it
             prior = None if family is None else "contextual" if old_family is None else old_prior
         code = _CODES.get((family, prior))
         if code is None:
             raise ValueError(
-                f"{named} gives posterior {family!r} with prior {prior!r}; allowed: 'weibull' with 'contextual', 'fixed' or "
-                "None, 'lognormal' with 'contextual' or 'fixed', 'none' with None"
+                f"{named} gives posterior {family!r} with prior {prior!r}, which is not supported. Combine 'weibull' with "
+                "'contextual', 'fixed' or None, 'lognormal' with 'contextual' or 'fixed', or 'none' with None"
             )
-        if is_code_given and code != self.variant:
-            raise ValueError(f"variant is {self.variant!r}, and {named} makes it {code!r}; give one or the other")
+        if is_code_given and code != variant:
+            raise ValueError(f"variant is {variant!r}, but {named} makes it {code!r}. Give one or the other")
         return code
 
     @property
@@ -210,7 +223,7 @@ class AttentionConfig:
 
     @property
     def needs_key_dim(self) -> bool:
-        """Whether a module needs to know the features of a key: its prior reads them."""
+        """Whether a module needs the number of features of a key, which its prior reads."""
         return self.prior_kind == "contextual"
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,13 +236,7 @@ class AttentionConfig:
         known = [*(field.name for field in dataclasses.fields(cls)), "posterior", "prior"]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"unknown AttentionConfig keys {unknown}; allowed: {known}")
+            raise ValueError(f"AttentionConfig has no keys {unknown}. Its keys are {known}")
         # a file names every form; those of its preset follow the preset, as in the config that was saved
         forms = PRESETS.get(values.get("preset", "default"), {})
         return cls(**{name: value for name, value in values.items() if name not in forms or forms[name] != value})
-
-
-# a bare tuple: for `tuple[str, ...]` the tests' type checker draws an entry from Python's generator, in a hot place
-def _check_choice(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and readers that stop: what run folders are made of."""
+"""Atomic writes and size-limited reads for the files of run folders."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-# larger than any file of its kind that this library writes; what a stranger sends is not read without end
+# larger than any file of its kind that this library writes; a file from elsewhere is not read without a limit
 JSON_LIMIT = 64 * 2**20
 
 
@@ -27,8 +27,8 @@ class RunError(ValueError):
 def replacing(path: Path) -> Iterator[Path]:
     """Write a whole file or nothing: into a temporary file of the same folder, which then takes the name.
 
-    The content is on the disk before the file gets its name, and the name before this returns: after a power cut, too,
-    there is the old file or the new one.
+    The content is on the disk before the file gets its name, and the name before this returns: even after a power cut there
+    is either the old file or the new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".part")
@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes files only their owner can read; give the rights an ordinary file would have
+        # mkstemp makes files that only their owner can read; give this one the rights of an ordinary file
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
@@ -85,7 +85,7 @@ def write_json(path: Path, value: Any) -> None:
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        raise ValueError(f"{path.name} would hold a number that is not finite; allowed: finite numbers and null") from error
+        raise ValueError(f"{path.name} would hold a number that is not finite. Use finite numbers, or null") from error
     write_bytes(path, (text + "\n").encode())
 
 
@@ -94,7 +94,7 @@ def check_file(path: Path) -> None:
     if not path.exists():
         raise RunError(f"{path} does not exist")
     if not path.is_file():
-        raise RunError(f"{path} is {'a folder' if path.is_dir() else 'no ordinary file'}; allowed: a file")
+        raise RunError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'a device, pipe or socket'}")
 
 
 def read_text(path: Path, limit: int, kind: str = "text") -> str:
@@ -104,7 +104,7 @@ def read_text(path: Path, limit: int, kind: str = "text") -> str:
         with path.open("rb") as file:
             content = file.read(limit + 1)
         if len(content) > limit:
-            raise RunError(f"{path} is larger than {limit} bytes, the most that is read of such a file")
+            raise RunError(f"{path} is larger than {limit} bytes, the limit for such a file")
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path} cannot be read as {kind}: {error}") from None
@@ -120,7 +120,7 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read as JSON: {error}") from None
     found = value.get("schema") if isinstance(value, dict) else None
     if found != schema:
-        raise RunError(f"{path} has schema {found!r}; allowed: {schema!r}")
+        raise RunError(f"{path} must have schema {schema!r}, got {found!r}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What Triton kernels outside the library share with its own: whether they can run, and launches that cost little."""
+"""For Triton kernels outside the library: whether they can run, and cheap launches."""
 
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.ops.common.launch import prepared

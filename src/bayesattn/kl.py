@@ -11,7 +11,7 @@ which no Bayesian module ran is an error.
 Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant checkpointing is the exception: it runs
 the forward without a graph and again, with one, during the backward pass, when the scope is long closed. For such
 entries `total()` returns a value whose backward notes the gradient it receives (that is, the KL weight), and the
-recomputed call hangs its KL onto its output with an identity that adds this gradient (`_Carry`). If the
+recomputed call attaches its KL to its output with an identity that adds this gradient (`_Carry`). If the
 recomputation never comes, the KL would silently count for nothing: that raises.
 
 Non-reentrant checkpointing needs less: its recomputation only has to compute the KL again wherever the forward did,
@@ -38,15 +38,25 @@ _replaying: dict[int, "KLScope"] = {}
 
 @dataclass(eq=False)
 class KLScope:
-    """The KLs recorded inside one `record_kl()` block."""
+    """The KLs recorded inside one `record_kl()` block.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> layer = ba.nn.MultiheadAttention(8, 2, config=ba.AttentionConfig("BAM-WC"), batch_first=True)
+        >>> x = torch.randn(3, 5, 8)
+        >>> with record_kl(torch.nn.ModuleDict({"attention": layer})) as kl:
+        ...     output, _ = layer(x, x, x)
+        >>> [(name, value.shape) for name, value in kl.per_call()]
+        [('attention', torch.Size([3]))]
+    """
 
     _names: list[str] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
     # which entries were computed under no_grad; any other without a graph is a constant (frozen parameters)
     _is_detached: list[bool] = field(default_factory=list)
-    # by whether gradients were on when it was read
+    # the total, by whether gradients were on when it was read
     _totals: dict[bool, Tensor] = field(default_factory=dict)
-    # of the calls without a KL: the last module that said it ran, and where the last output was
+    # of the calls without a KL: the last module that ran, and the device of the last output
     _caller: torch.nn.Module | None = None
     _device: torch.device | None = None
     # detached entries, still to be recomputed in backward, and the KL weight to give them
@@ -81,9 +91,14 @@ class KLScope:
 
     def _sum_entries(self) -> Tensor:
         entries = list(zip(self._values, self._is_detached, strict=True))
-        terms = [_mean(value) for value, is_detached in entries if not is_detached]
+        attached = [value for value, is_detached in entries if not is_detached]
         detached = [_mean(value) for value, is_detached in entries if is_detached]
         self._num_detached = len(detached)
+        if len(attached) > 1 and len({(value.shape, value.dtype, value.device) for value in attached}) == 1:
+            # the calls of a model are alike: one sum over all instead of a mean of each
+            terms = [torch.stack(attached).sum() / max(attached[0].numel(), 1)]
+        else:
+            terms = [_mean(value) for value in attached]
         if detached and torch.is_grad_enabled():
             anchor = torch.zeros((), device=detached[0].device, requires_grad=True)
             terms.append(_NoteWeight.apply(anchor, _sum(detached), self))
@@ -112,11 +127,22 @@ def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
     """Open a scope that collects the KL of every Bayesian attention call in this thread. Scopes do not nest.
 
     Args:
-        model: Gives the entries the names that the modules have in it; otherwise they go by their class. With it, a
-            training whose optimizer does not change the priors gets a warning.
+        model: Gives the entries the names that the modules have in it; otherwise they go by their class. With it, there is a
+            warning if the optimizer does not change the priors.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> layer = ba.nn.MultiheadAttention(8, 2, config=ba.AttentionConfig("BAM-WC"), batch_first=True)
+        >>> x = torch.randn(3, 5, 8)
+        >>> with record_kl() as kl:
+        ...     output, _ = layer(x, x, x)
+        >>> len(kl), bool(kl.total() > 0)
+        (1, True)
     """
     if _active_scope() is not None:
-        raise RuntimeError("record_kl() inside record_kl(): every KL would count twice; use one scope for the whole step")
+        raise RuntimeError(
+            "record_kl() cannot be nested, because every KL would count twice. Use one scope for the whole step"
+        )
     if model is not None:
         check_changes(model)
     for name, module in model.named_modules() if model is not None else ():
@@ -131,15 +157,24 @@ def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
 
 
 def is_recording(module: torch.nn.Module) -> bool:
-    """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call."""
-    if _in_backward():
+    """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call.
+
+    Example:
+        >>> layer = torch.nn.Identity()
+        >>> with record_kl():
+        ...     is_recording(layer)
+        True
+        >>> is_recording(layer)
+        False
+    """
+    if in_backward():
         return _replayed_scope() is not None or getattr(module, "_recorded_last", False)
     scope = _active_scope()
     recording = scope is not None
     if scope is not None:
         scope._caller = module
     has_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # only where it changes: a module takes its time to be given an attribute
+    # only where it changes: setting an attribute of a module is slow
     if has_graph and getattr(module, "_recorded_last", None) is not recording:
         setattr(module, "_recorded_last", recording)  # noqa: B010  (not an attribute nn.Module knows)
     return recording
@@ -150,15 +185,23 @@ def record(output: Tensor, kl: Tensor | None, module: torch.nn.Module) -> Tensor
 
     Args:
         output: The attention output; always use the returned tensor in its place.
-        kl: KL of each example; None for a call without one, of which the scope notes only that it ran.
-        module: Who made the call; its `kl_name` names the entry.
+        kl: KL of each example; None for a call without one; the scope then only notes that it ran.
+        module: The module that made the call; its `kl_name` names the entry.
+
+    Example:
+        >>> layer = torch.nn.Identity()
+        >>> layer.kl_name = "attention"
+        >>> with record_kl() as kl:
+        ...     output = record(torch.zeros(2, 4), torch.tensor([1.0, 3.0]), layer)
+        >>> kl.per_layer()
+        {'attention': tensor(2.)}
     """
     if kl is None:
         scope = _active_scope()
         if scope is not None:
             scope._device = output.device
         return output
-    if _in_backward():
+    if in_backward():
         # recorded in the forward pass; a scope that is still open must not see it twice
         scope = _replayed_scope()
         return output if scope is None else _Carry.apply(output, kl, scope)
@@ -166,13 +209,13 @@ def record(output: Tensor, kl: Tensor | None, module: torch.nn.Module) -> Tensor
     if scope is not None:
         if scope._totals:
             raise RuntimeError(
-                f"{module.kl_name} was called after kl.total() was read: its KL would count for nothing; read the total "
-                "after the last call"
+                f"{module.kl_name} was called after kl.total() was read, so its KL would not count. Read the total after "
+                "the last call"
             )
         scope._names.append(str(module.kl_name))
         scope._values.append(kl)
         scope._is_detached.append(not torch.is_grad_enabled())
-        # all parameters of a node of autograd's are reachable from each of its outputs; a compiled graph is one, too
+        # all parameters of an autograd node are reachable from each of its outputs; a compiled graph is one node, too
         if kl.requires_grad and not torch.compiler.is_compiling() and kl.grad_fn is not output.grad_fn:
             return _Link.apply(output, kl)
     return output
@@ -182,7 +225,13 @@ def _active_scope() -> KLScope | None:
     return getattr(_local, "scope", None)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this is a call during a backward pass, as of a module that checkpointing runs again.
+
+    Example:
+        >>> in_backward()
+        False
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -267,47 +316,3 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         return grad_output, None
-
-
-@dataclass
-class EntropyScope:
-    """Sum over examples of the normalised entropy of their attention, and how many they are."""
-
-    total: Tensor | float = 0.0
-    count: int = 0
-
-
-@contextmanager
-def observe_entropy() -> Iterator[EntropyScope]:
-    """Open a scope that measures how spread the mean attention weights of every call in this thread are.
-
-    Of each row the entropy of softmax(Φ), divided by the logarithm of its number of allowed keys: 1 is uniform, 0 one key.
-    Rows with a single key or none say nothing and are left out. It costs a pass over the scores, so not for every step.
-    """
-    before, _local.entropy = getattr(_local, "entropy", None), EntropyScope()
-    try:
-        yield _local.entropy
-    finally:
-        _local.entropy = before
-
-
-def is_observing_entropy() -> bool:
-    """Whether a call's scores are wanted by an `observe_entropy()` scope."""
-    return getattr(_local, "entropy", None) is not None and not _in_backward()
-
-
-def note_entropy(weights: Tensor, mask: Tensor | None) -> None:
-    """Add one call to the open `observe_entropy()` scope.
-
-    Args:
-        weights: Mean weights, `b h m n`.
-        mask: True where a query may attend, broadcastable to the weights.
-    """
-    scope: EntropyScope = _local.entropy
-    weights = weights.detach()
-    keys = weights.new_full((), weights.shape[-1]) if mask is None else mask.expand_as(weights).sum(dim=-1)
-    has_choice = (keys > 1).expand(weights.shape[:-1])
-    share = torch.special.entr(weights).sum(dim=-1) / torch.log(keys.clamp(min=2).to(weights.dtype))
-    rows = has_choice.sum(dim=(1, 2)).clamp(min=1)
-    scope.total = scope.total + ((share * has_choice).sum(dim=(1, 2)) / rows).sum()
-    scope.count += weights.shape[0]

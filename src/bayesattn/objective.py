@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn import checks
+from bayesattn.scalars import check_choice, check_count, check_not_negative, check_positive
 
 ScheduleKind = Literal["constant", "sigmoid", "linear", "cyclic"]
 
-# of 0.001 to 0.3 the largest that costs a pretrained encoder no more than the noise alone (docs/deviations.md)
+# the largest of 0.001 to 0.3 that costs a pretrained encoder no more than the noise alone (docs/concepts/kl.md)
 MAX_SHARE = 0.01
-# torch and transformers give it to labels that do not count
+# the label that torch and transformers ignore
 IGNORED_LABEL = -100
 
 
@@ -27,6 +27,11 @@ class ELBO(NamedTuple):
         kl: KL of one example, without its weight.
         kl_weight: The weight that the KL got: λ_t, or less where the cap held.
         weighted_kl: What was added to the NLL.
+
+    Example:
+        >>> parts = elbo(torch.tensor(2.0), torch.tensor(30.0), kl_weight=0.1, max_share=None)
+        >>> parts.nll, parts.kl, parts.weighted_kl, parts.loss
+        (tensor(2.), tensor(30.), tensor(3.), tensor(5.))
     """
 
     loss: Tensor
@@ -51,32 +56,37 @@ def elbo(
 
     Both terms are averages: `nll` over the labels of the batch, `kl` over its examples, as `KLScope.total()` gives it.
     Neither grows with the batch, so no dataset size enters. Where an example carries many labels, one KL is shared
-    among them, and `labels_per_example` says by how many: 140 for one graph with 140 labelled nodes, the mean target
+    among them, and `labels_per_example` says by how many: 140 for one graph with 140 labeled nodes, the mean target
     length where the NLL is a mean over tokens, 1 where each example has one label.
 
     The KL grows with depth and length: over a pretrained encoder it is thousands of times the NLL, and λ = 1 leaves a model
-    that says the majority class. So λ is `kl_weight` or less, such that the weighted KL is at most `max_share` of |NLL|. The
-    default was chosen with e5-small on SST-2, MRPC and RTE, three seeds (docs/deviations.md). The cap is a number, not part
-    of the graph, and is computed on the device. Each call has its own: with accumulation or DDP, each micro-batch. Where
-    the NLL is 0, so is λ.
+    that predicts the majority class. So λ is `kl_weight` or less, such that the weighted KL is at most `max_share` of |NLL|.
+    The
+    default was chosen with e5-small on SST-2, MRPC and RTE, three seeds (docs/concepts/kl.md). The cap is a number, not
+    part of the graph, and is computed on the device. Each call has its own: with accumulation or DDP, each micro-batch.
+    Where the NLL is 0, so is λ.
 
     Args:
         nll: Negative log-likelihood, averaged over labels.
         kl: KL of one example.
         kl_weight: λ_t, usually from a `KLSchedule`. At 0 the term stays in the graph, multiplied by 0, so that every
-            prior parameter still gets a gradient (DDP insists).
+            prior parameter still gets a gradient (DDP requires one).
         labels_per_example: Labels that share one example's KL.
-        accumulation_steps: Micro-batches per optimiser step; each loss is divided by it.
+        accumulation_steps: Micro-batches per optimizer step; each loss is divided by it.
         max_share: Largest weighted KL, as a share of |NLL|; None is the paper's objective, λ = `kl_weight`.
+
+    Example:
+        >>> nll, kl = torch.tensor(2.0), torch.tensor(30.0)
+        >>> elbo(nll, kl, kl_weight=0.1).loss  # the weighted KL, 3.0, is cut to a hundredth of the NLL
+        tensor(2.0200)
+        >>> elbo(nll, kl, kl_weight=0.1, max_share=None).loss
+        tensor(5.)
     """
     if nll.ndim or kl.ndim:
-        raise ValueError(f"nll, kl have shapes {tuple(nll.shape)}, {tuple(kl.shape)}; allowed: two scalars")
-    if not (0.0 <= kl_weight < math.inf):
-        raise ValueError(f"kl_weight is {kl_weight!r}; allowed: a finite number of at least 0")
-    if not (0.0 < labels_per_example < math.inf):
-        raise ValueError(f"labels_per_example is {labels_per_example!r}; allowed: a finite number above 0")
-    if accumulation_steps < 1:
-        raise ValueError(f"accumulation_steps is {accumulation_steps!r}; allowed: an integer of at least 1")
+        raise ValueError(f"nll and kl must be scalars, got shapes {tuple(nll.shape)} and {tuple(kl.shape)}")
+    check_not_negative(kl_weight=kl_weight)
+    check_positive(labels_per_example=labels_per_example)
+    check_count("accumulation_steps", accumulation_steps)
     check_max_share(max_share)
     # half precision has neither the range nor the digits for a small weight
     wide = torch.promote_types(torch.promote_types(nll.dtype, kl.dtype), torch.float32)
@@ -90,9 +100,16 @@ def elbo(
 
 
 def check_max_share(max_share: float | None) -> None:
-    """Raise unless it is None or a number above 0."""
+    """Raise unless it is None or a number above 0.
+
+    Example:
+        >>> check_max_share(0.01)
+        >>> check_max_share(-1.0)
+        Traceback (most recent call last):
+        ValueError: max_share must be a finite number above 0, or None for no cap, got -1.0
+    """
     if max_share is not None and not (0.0 < max_share < math.inf):
-        raise ValueError(f"max_share is {max_share!r}; allowed: a finite number above 0, or None for no cap")
+        raise ValueError(f"max_share must be a finite number above 0, or None for no cap, got {max_share!r}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,7 @@ class KLSchedule:
     Args:
         kind: One of the four.
         anneal_rate: ρ of the sigmoid.
-        anneal_unit: What t counts: optimiser steps (Algorithm 1) or epochs (the authors' code).
+        anneal_unit: What t counts: optimizer steps (Algorithm 1) or epochs (the authors' code).
         steps_per_epoch: Needed when `anneal_unit` is `epoch`.
         period: Length of the ramp (linear) or of a cycle (cyclic), in units of t.
         final: Largest weight.
@@ -124,20 +141,17 @@ class KLSchedule:
     final: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.choice("kind", self.kind, ("constant", "sigmoid", "linear", "cyclic"))
-        checks.choice("anneal_unit", self.anneal_unit, ("step", "epoch"))
+        check_choice("kind", self.kind, ("constant", "sigmoid", "linear", "cyclic"))
+        check_choice("anneal_unit", self.anneal_unit, ("step", "epoch"))
         if self.anneal_unit == "epoch" and (self.steps_per_epoch is None or self.steps_per_epoch < 1):
-            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch!r}; allowed with anneal_unit='epoch': at least 1")
-        for name in ("anneal_rate", "period"):
-            if not (0.0 < getattr(self, name) < math.inf):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number above 0")
-        if not (0.0 <= self.final < math.inf):
-            raise ValueError(f"final is {self.final!r}; allowed: a finite number of at least 0")
+            raise ValueError(f"steps_per_epoch must be at least 1 with anneal_unit='epoch', got {self.steps_per_epoch!r}")
+        check_positive(anneal_rate=self.anneal_rate, period=self.period)
+        check_not_negative(final=self.final)
 
     def __call__(self, step: int) -> float:
-        """Return λ at optimiser step `step`, counted from 0."""
+        """Return λ at optimizer step `step`, counted from 0."""
         if step < 0:
-            raise ValueError(f"step is {step!r}; allowed: at least 0")
+            raise ValueError(f"step must be at least 0, got {step!r}")
         t = step // self.steps_per_epoch if self.anneal_unit == "epoch" and self.steps_per_epoch else step
         if self.kind == "sigmoid":
             # exp of a negative number only: the textbook form overflows at ρt = 710

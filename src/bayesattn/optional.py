@@ -1,4 +1,4 @@
-"""Parts that need more than torch: imported when first used, and a missing package is answered with its pip line."""
+"""Parts that need more than torch: imported when first used; the error for a missing package shows its pip command."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class needs_extra:
-    """Scope of imports that need an extra of the package; a missing module there is an error that says what to install.
+    """Scope of imports that need an extra of the package; the error for a missing module says what to install.
 
         with needs_extra("bayesattn.integrations.hf", "hf"):
             from transformers import Trainer
 
-    A class, and not a generator, so that type checkers see that it swallows nothing and the imported names are bound.
+    A class, and not a generator, so that type checkers see that it swallows no error and that the imported names are bound.
 
     Args:
         what: What cannot be used without it.
@@ -28,7 +28,8 @@ class needs_extra:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # an error that already has its pip line passes, and so does a module of our own, which no extra brings
+        # an error that already shows a pip command passes, and so does a missing module of this package, which no extra
+        # installs
         if type(error) is ModuleNotFoundError and (error.name or "").partition(".")[0] != "bayesattn":
             raise MissingExtra(self.what, self.extra, error.name) from error
 

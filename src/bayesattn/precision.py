@@ -13,10 +13,27 @@ from torch import Tensor
 
 
 def without_autocast(device: str) -> AbstractContextManager:
-    """Return a scope that autocast does not reach into; where none is on, asking costs less than entering one."""
+    """Return a scope without autocast; where autocast is off it is an empty one, which costs less."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast query, key and value of different types to autocast's type, as torch's attention does.
+
+    Rotary embeddings leave queries and keys in float32 where a linear layer has made the values bfloat16. Tensors of one
+    type
+    stay as they are, and without autocast the caller refuses different types.
+    """
+    given = (query, key, value)
+    types = {getattr(x, "dtype", None) for x in given}
+    if len(types) == 1 or not types <= {torch.float32, torch.bfloat16, torch.float16}:
+        return given
+    if not torch.is_autocast_enabled(query.device.type):
+        return given
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:

@@ -1,4 +1,4 @@
-"""Prediction: the posterior mean is one ordinary `eval()` pass; here are M samples and what they say (Sec. 4, App. C).
+"""Prediction: M samples and their summaries (Sec. 4, App. C); the posterior mean is one ordinary `eval()` pass.
 
 with sampling(model):            # draw in eval mode
     model(x)
@@ -19,13 +19,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from bayesattn import checks
 from bayesattn.batching import BatchDims, batch_axes, repeated, split_draws
 from bayesattn.metrics.disagreement import entropy, information_of_draws
 from bayesattn.metrics.significance import top_two_p_value
 from bayesattn.nn import BayesianModule
 from bayesattn.noise.keyed import example_seeds, keyed_noise
 from bayesattn.noise.specification import draw_seed
+from bayesattn.scalars import check_choice, check_count
 
 Task = Literal["multiclass", "multilabel", "regression"]
 
@@ -34,22 +34,32 @@ Task = Literal["multiclass", "multilabel", "regression"]
 def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
     """Draw attention weights although the model is in eval mode; everything else stays as in eval.
 
-    Scopes inside each other add up. A copy of the model made inside one draws no attention weights; dropout layers that are
-    awake stay so in the copy until its `eval()`.
+    Nested scopes add up. A copy of the model made inside one draws no attention weights; dropout layers that are switched on
+    stay on in the copy until its `eval()`.
 
     Args:
         model: A model with Bayesian attention somewhere inside.
         dropout: Also switch dropout on (MC dropout), in `nn.Dropout` modules and inside attention.
 
     Raises:
-        ValueError: There is nothing to sample: no stochastic attention, and no dropout asked for.
+        ValueError: There is nothing to sample: no stochastic attention, and dropout is False.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> model = ba.bayesianize(nn.TransformerEncoderLayer(8, 2, 16), ba.AttentionConfig("BAM-NOKL")).eval()
+        >>> x = torch.randn(5, 3, 8)
+        >>> with sampling(model):
+        ...     bool((model(x) == model(x)).all())
+        False
+        >>> bool((model(x) == model(x)).all())
+        True
     """
     bayesian = [module for module in model.modules() if isinstance(module, BayesianModule)]
     drops = [module for module in model.modules() if _is_dropout(module)] if dropout else []
     if not any(module.config.is_stochastic for module in bayesian) and not drops:
         raise ValueError(
-            f"model is a {type(model).__name__} without stochastic attention; allowed: a model with a Bayesian module whose "
-            "variant is not 'soft', or dropout=True and dropout layers"
+            f"model must have stochastic attention, got {type(model).__name__} without any. Convert it with bayesianize to "
+            "a variant other than 'soft', or use dropout=True on a model with dropout layers"
         )
     before = [(module, module.samples_in_eval, module.drops_in_eval) for module in bayesian]
     modes = [(module, module.training) for module in drops]
@@ -77,7 +87,7 @@ _fused_users, _fused_before = 0, True
 def _without_fused_layers() -> Iterator[None]:
     """Switch off torch's fused transformer layer, which is taken in eval mode and never calls its dropout modules.
 
-    The switch is one for the process: the first scope of any thread turns it off, the last one puts it back.
+    The switch is global to the process: the first scope of any thread turns it off, the last one puts it back.
     """
     global _fused_users, _fused_before
     with _fused_lock:
@@ -108,6 +118,12 @@ class Prediction:
         samples: Class probabilities of every draw (predicted values for regression); draws first.
         logits: The model's raw outputs behind them.
         task: How outputs become probabilities.
+
+    Example:
+        >>> samples = torch.tensor([[[0.9, 0.1]], [[0.7, 0.3]]])  # two draws, one example, two classes
+        >>> prediction = Prediction(samples, samples.log(), "multiclass")
+        >>> prediction.mean
+        tensor([[0.8000, 0.2000]])
     """
 
     samples: Float[Tensor, "s b *c"]
@@ -134,12 +150,12 @@ class Prediction:
         """p-value of a paired t-test that the two most probable classes differ; small means certain."""
         task = self._class_task("p_value")
         if self.samples.shape[0] < 2:
-            raise ValueError(f"num_samples is {self.samples.shape[0]}; allowed where a p-value is asked: at least 2")
+            raise ValueError(f"a p-value needs at least 2 draws, got num_samples={self.samples.shape[0]}")
         return top_two_p_value(self.samples, task=task)
 
     def _class_task(self, what: str) -> Literal["multiclass", "multilabel"]:
         if self.task == "regression":
-            raise ValueError(f"{what} of a regression; allowed tasks: 'multiclass', 'multilabel'")
+            raise ValueError(f"{what} is defined for task 'multiclass' and 'multilabel', got 'regression'")
         return self.task
 
 
@@ -179,11 +195,19 @@ def predict(
 
     Raises:
         ValueError: An argument is out of range, or the model does not treat the batch as `batch_dims` says.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = nn.Sequential(layer, nn.Flatten(), nn.Linear(5 * 8, 3))
+        >>> model = ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL"))
+        >>> prediction = predict(model, torch.randn(4, 5, 8), num_samples=20, seed=0, batch_dims=0)
+        >>> prediction.samples.shape, prediction.p_value.shape
+        (torch.Size([20, 4, 3]), torch.Size([4]))
     """
-    checks.choice("task", task, ("multiclass", "multilabel", "regression"))
-    for name, value in (("num_samples", num_samples), ("chunk_size", num_samples if chunk_size is None else chunk_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
+    check_choice("task", task, ("multiclass", "multilabel", "regression"))
+    check_count("num_samples", num_samples)
+    check_count("chunk_size", num_samples if chunk_size is None else chunk_size)
     args, kwargs = as_arguments(inputs)
     arguments = {**dict(enumerate(args)), **kwargs}
     axes, batch = ({}, 0) if batch_dims is None else batch_axes(arguments, batch_dims)
@@ -207,7 +231,7 @@ def predict(
             else:
                 logits = _draw_together(forward, batch, num_samples, chunk_size or num_samples)
     finally:
-        # one by one: train() would also wake parts that their owner keeps in eval mode
+        # one by one: train() would also switch on parts that their owner keeps in eval mode
         for module, mode in modes:
             module.training = mode
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -220,7 +244,7 @@ def _draw_together(
 ) -> Shaped[Tensor, "s ..."]:
     """Return the draws, with noise of its own for each draw of each example, whatever pass it is in."""
     seed, draws = int(draw_seed()), []
-    # the first draw has a pass to itself: its shape tells which axis of the output is the batch
+    # the first draw has a pass of its own: its shape shows which axis of the output is the batch
     starts = [0, *range(1, num_samples, chunk_size), num_samples]
     for start, stop in pairwise(starts):
         with keyed_noise(example_seeds(seed, 0, torch.arange(start * batch, stop * batch))):
@@ -235,22 +259,37 @@ def _gpus(model: nn.Module, values: Iterable[Any]) -> list[torch.device]:
 
 
 def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and keyword arguments that `inputs` stands for, as `predict` takes them."""
+    """Return the positional and keyword arguments that `inputs` stands for, as `predict` takes them.
+
+    Example:
+        >>> as_arguments((1, 2))
+        ([1, 2], {})
+        >>> as_arguments({"input_ids": 1, "attention_mask": 2})
+        ([], {'input_ids': 1, 'attention_mask': 2})
+    """
     if isinstance(inputs, Mapping):
         return [], dict(inputs)
     if inputs is None or isinstance(inputs, str | int | float):
         raise ValueError(
-            f"inputs is {type(inputs).__name__}; allowed: a tensor, a sequence, a mapping, or an object such as PyG's Data"
+            f"inputs must be a tensor, a sequence, a mapping, or an object such as PyG's Data, got {type(inputs).__name__}"
         )
     return (list(inputs) if isinstance(inputs, Sequence) else [inputs]), {}
 
 
 def find_logits(result: Any) -> Tensor:
-    """Return the logits in what a model returned: the tensor itself, `.logits`, or the first entry of a tuple."""
+    """Return the logits in what a model returned: the tensor itself, `.logits`, or the first entry of a tuple.
+
+    Example:
+        >>> find_logits((torch.tensor([0.5, 1.5]), "hidden states"))
+        tensor([0.5000, 1.5000])
+    """
     if isinstance(result, Tensor):
         return result
     if isinstance(getattr(result, "logits", None), Tensor):
         return result.logits
     if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
         return result[0]
-    raise ValueError(f"the model returned {type(result).__name__}; allowed without `output`: a tensor, .logits or a tuple")
+    raise ValueError(
+        f"the model must return a tensor, an object with .logits, or a tuple, got {type(result).__name__}. Give `output` to "
+        "pick the logits"
+    )

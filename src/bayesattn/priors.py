@@ -32,6 +32,11 @@ def contextual_log_prior(
     """Return ln Ψ, a log-softmax over the valid keys, in float32 or better.
 
     A key that is not valid gets −inf; where none is valid all entries are 0 (and count nowhere).
+
+    Example:
+        >>> logits, valid = torch.zeros(1, 1, 4), torch.tensor([[[True, True, False, True]]])
+        >>> contextual_log_prior(logits, valid).exp()
+        tensor([[[[0.3333, 0.3333, 0.0000, 0.3333]]]])
     """
     logits = upcast(logits)
     if valid is None:
@@ -51,6 +56,12 @@ class ContextualPrior(nn.Module):
         config: Uses `prior_hidden_dim`, `prior_per_head` and `detach_keys`.
         name: Tells apart priors that are built with no draw from torch's generators in between; `bayesianize` gives the
             attention module's name. With the same name they start from the same values.
+
+    Example:
+        >>> prior = ContextualPrior(8, 2, AttentionConfig("BAM-WC"))
+        >>> log_prior = prior(torch.randn(3, 2, 5, 8))  # batch, heads, keys, features
+        >>> log_prior.shape, torch.allclose(log_prior.exp().sum(-1), torch.ones(3, 2, 1))
+        (torch.Size([3, 2, 1, 5]), True)
     """
 
     def __init__(
@@ -66,7 +77,7 @@ class ContextualPrior(nn.Module):
         super().__init__()
         self.name = name
         if key_dim < 1 or num_heads < 1:
-            raise ValueError(f"key_dim, num_heads are {key_dim}, {num_heads}; allowed: integers of at least 1")
+            raise ValueError(f"key_dim and num_heads must be integers of at least 1, got {key_dim} and {num_heads}")
         self.num_networks = num_heads if config.prior_per_head else 1
         self.detach_keys = config.detach_keys
         hidden, options = config.prior_hidden_dim, {"device": device, "dtype": dtype}
@@ -78,7 +89,7 @@ class ContextualPrior(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """He initialisation for the ReLU layer, zero biases, as the authors' graph code has it."""
+        """Use He initialization for the ReLU layer and zero biases, as the authors' graph code does."""
         generator = _own_generator(self.name, self.weight_in.device)
         _draw_normal(self.weight_in, math.sqrt(2.0 / self.weight_in.shape[1]), generator)
         nn.init.zeros_(self.bias_in)
@@ -116,8 +127,8 @@ class ContextualPrior(nn.Module):
         return contextual_log_prior(logits.unsqueeze(0), used).squeeze(2).squeeze(0).transpose(0, 1)
 
     def fused_of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> NodePrior | None:
-        """Return what the kernels compute ln Ψ of the nodes from, or None where torch has to; arguments as above."""
-        if not self._runs_fused(key):
+        """Return the kernels' inputs for ln Ψ of the nodes, or None where torch must compute it; arguments as above."""
+        if torch.compiler.is_compiling() or not self._runs_fused(key):
             return None
         return NodePrior(key.detach() if self.detach_keys else key, *self._weights, used)
 
@@ -137,7 +148,7 @@ class ContextualPrior(nn.Module):
         return self.weight_in, self.bias_in, self.weight_out, self.bias_out
 
     def _runs_fused(self, key: Tensor) -> bool:
-        # the kernels compute in float32; the compiler fuses by itself
+        # the kernels compute in float32
         return (
             (key.is_cuda or INTERPRETED)
             and HAS_TRITON
@@ -146,7 +157,6 @@ class ContextualPrior(nn.Module):
             and min(key.shape) > 0
             and key.shape[-1] <= LARGEST_KEY_DIM
             and self.weight_in.shape[-1] <= LARGEST_HIDDEN_DIM
-            and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
         )
 
@@ -161,7 +171,7 @@ def _own_generator(name: str, device: torch.device) -> torch.Generator:
     digest = hashlib.blake2b(name.encode(), digest_size=8)
     digest.update(torch.get_rng_state().numpy().tobytes())
     if device.type not in ("cpu", "meta"):
-        # what is built on a device advances the device's generator alone
+        # building on a device advances only the device's generator
         digest.update(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
     return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little", signed=True))
 

@@ -8,10 +8,13 @@ Every Bayesian module that runs inside the scope adds a `Call`. Its output passe
 anchor, is all zeros and belongs to no parameter. In the backward pass the anchor receives Σ_i (∂d/∂Φ_ij)² as its gradient:
 one value per example, head and key. So the forward pass is the model's own to the last bit, one backward pass through the
 activations gives all layers, and parameters need no gradient. One entry per call: ALBERT runs one module twelve times.
+
+Nodes of a graph mix, so their squares cannot be added up on the way. There the anchor is added to the scores of the edges:
+its gradient is theirs, one number at a time; or it has a direction, and the number's tangent along it is asked for.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +22,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from bayesattn.ops.attention.score_gradients import squared_score_gradients
+from bayesattn.ops.segment.edges import Edges
 
 _local = threading.local()
 
@@ -32,23 +37,29 @@ class Call:
 
     Attributes:
         module: Who made it.
-        anchor: Receives Σ_i (∂d/∂Φ_ij)² as its gradient.
+        anchor: Receives Σ_i (∂d/∂Φ_ij)² as its gradient; on edges, where it is part of the scores, ∂d/∂Φ_e.
+        edges: The edges, where it is on some.
     """
 
     module: nn.Module
-    anchor: Float[Tensor, "b h n"]
+    anchor: Float[Tensor, "b h n"] | Float[Tensor, "e h"]
+    edges: Edges | None = None
 
 
 @contextmanager
-def score_sensitivity() -> Iterator[list[Call]]:
-    """Open a scope that gives every Bayesian attention call of this thread an anchor. Scopes do not nest."""
+def score_sensitivity(direction: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Iterator[list[Call]]:
+    """Open a scope that gives every Bayesian attention call of this thread an anchor. Scopes do not nest.
+
+    Args:
+        direction: On edges, returns the tangent of a module's scores, inside `torch.autograd.forward_ad.dual_level()`.
+    """
     if is_open():
         raise RuntimeError("score_sensitivity() was opened inside score_sensitivity(); close the outer scope first")
-    _local.calls = calls = []
+    _local.calls, _local.direction = [], direction
     try:
-        yield calls
+        yield _local.calls
     finally:
-        _local.calls = None
+        _local.calls = _local.direction = None
 
 
 def is_open() -> bool:
@@ -61,6 +72,17 @@ def through_scores(scores: Float[Tensor, "*bh m n"], module: nn.Module) -> Float
     shape = scores.shape
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
     return _ThroughScores.apply(full, _new_anchor(full, full.shape, module)).reshape(shape)
+
+
+def through_edges(scores: Float[Tensor, "e h"], edges: Edges, module: nn.Module) -> Float[Tensor, "e h"]:
+    """Return the scores of edges plus an anchor of zeros, and add the call to the open scope."""
+    zeros = torch.zeros_like(scores)
+    if _local.direction is None:
+        anchor = zeros.requires_grad_()
+    else:
+        anchor = forward_ad.make_dual(zeros, _local.direction(module, zeros))
+    _local.calls.append(Call(module, anchor, edges))
+    return scores + anchor
 
 
 def through_attention(
@@ -112,7 +134,8 @@ class _ThroughAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output: Tensor, anchor: Tensor, query: Tensor, key: Tensor, value: Tensor, options: dict) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+        # the output is the very tensor that a fused attention keeps for its own backward pass
+        ctx.save_for_backward(query, key, value, output)
         ctx.options = options
         return output.view_as(output)
 

@@ -1,4 +1,4 @@
-"""Warnings about trainings that go wrong in silence: a KL that dwarfs the NLL, and priors that nothing trains."""
+"""Warnings about training that goes wrong silently: a KL that dwarfs the NLL, and priors that nothing trains."""
 
 import warnings
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 # what a conversion adds to an attention module, by its name there
 PRIOR_NAME, WEIGHTS_NAME = "bayes_prior", "bayes_weights"
 
-# how many times the NLL the weighted KL must be, on average over how many micro-batches
+# warn where the weighted KL is this many times the NLL, on average over this many micro-batches
 DWARFS, BATCHES = 10.0, 100
-# optimiser steps without the priors after which it is no coincidence (several optimisers may take turns)
+# warn after this many optimizer steps that left the priors as they were (several optimizers may take turns)
 IDLE_STEPS = 3
 
 
 class KLWatch:
     """Warns, once, if the weighted KL was `DWARFS` times the NLL over `BATCHES` micro-batches.
 
-    Only a training without the cap of `elbo` can get there. The device is waited for once in `BATCHES` micro-batches.
+    This can happen only without the cap of `elbo`. The watch waits for the device once per `BATCHES` micro-batches.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Warn if parameters of priors are in none of the optimizers."""
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    # FSDP and DeepSpeed optimise tensors of their own, of which nothing can be said
+    # FSDP and DeepSpeed optimize tensors of their own, which cannot be matched to the priors
     if not any(id(p) in held for p in model.parameters()):
         return
     missing = {name: p for name, p in added_parameters(model).items() if id(p) not in held}
@@ -82,9 +82,9 @@ _seen: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
 
 
 def check_changes(model: nn.Module) -> None:
-    """Warn if the priors of `model` stay what they are while its other parameters change; called once per step.
+    """Warn if the priors of `model` do not change while its other parameters do; called once per step.
 
-    An optimizer writes in place, which torch counts in each tensor's version: no value is read.
+    An optimizer writes in place, which torch counts in the tensor's version, so no value is read.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return

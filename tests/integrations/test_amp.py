@@ -85,17 +85,17 @@ def test_a_gradient_scaler_scales_the_kl_with_the_loss(checkpointed):
     model = ba.nn.TransformerEncoderLayer(
         12, 2, 16, dropout=0.0, batch_first=True, config=ba.AttentionConfig("BAM-WC", weibull_k=1e6)
     )
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def gradients(half: bool) -> torch.Tensor:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=half)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         x = X.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.float16, enabled=half), record_kl() as kl:
             output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True) if checkpointed else model(x)
         loss = elbo(output.float().square().mean(), kl.total(), kl_weight=0.1).loss
         scaler.scale(loss).backward()
-        scaler.unscale_(optimiser)
+        scaler.unscale_(optimizer)
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     exact, scaled = gradients(False), gradients(True)
@@ -113,3 +113,33 @@ def test_whole_models_in_half_precision_record_a_float32_kl(dtype):
     assert (output.dtype, total.dtype) == (dtype, torch.float32)
     (output.float().mean() + 1e-2 * total).backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_queries_and_keys_that_rotary_embeddings_left_in_float32_are_cast_as_torch_s_attention_does(backend):
+    query, key, value = (torch.randn(2, heads, 7, 8) for heads in (4, 2, 2))
+    options = {"config": ba.AttentionConfig("BAM-WF"), "seed": 3, "backend": backend, "is_causal": True}
+    low = [x.bfloat16() for x in (query, key, value)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ba.functional.attention(query, key, low[2], **options)
+        expected = ba.functional.attention(*low, **options)
+    assert found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    with pytest.raises(ValueError, match="must have the same dtype, got"):
+        ba.functional.attention(query, key, low[2], **options)
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC", "BAM-NOKL"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_converted_language_model_with_rotary_embeddings_trains_under_autocast(variant, is_padded):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, max_position_embeddings=16)
+    model = ba.bayesianize(transformers.LlamaForCausalLM(config), ba.AttentionConfig(variant)).train()
+    ids = torch.randint(0, 50, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 1 - int(is_padded)
+    with torch.autocast("cpu", dtype=torch.bfloat16), record_kl(model) as kl:
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+    (loss + kl.total()).backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
-# every optional package of pyproject.toml
+# every optional package of pyproject.toml, and scipy, which takes long to import
 OPTIONAL = (
-    "accelerate", "jinja2", "matplotlib", "peft", "pycocoevalcap", "pytorch_lightning", "rich", "sacrebleu", "scipy",
-    "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchmetrics", "transformers", "typer", "yaml",
+    "accelerate", "huggingface_hub", "jinja2", "matplotlib", "peft", "pycocoevalcap", "pytorch_lightning", "rich",
+    "sacrebleu", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric", "torchmetrics", "transformers", "typer",
+    "yaml",
 )  # fmt: skip
 
 LIGHT = f"""
@@ -22,7 +23,7 @@ print(sorted(set({OPTIONAL}) & set(sys.modules)))
 for name in {OPTIONAL}: sys.modules[name] = None
 for module, name in (
     ("integrations.hf", "generate"), ("integrations.pyg", "BayesianGATConv"), ("plots", "plot_pavpu"),
-    ("metrics", "running"), ("integrations.lightning", "KLCallback"),
+    ("metrics", "running"), ("integrations.lightning", "KLCallback"), ("integrations.sklearn", "DoubtClassifier"),
 ):
     try:
         getattr(importlib.import_module("bayesattn." + module), name)
@@ -73,6 +74,7 @@ def test_a_missing_extra_is_answered_with_its_pip_line(light):
         "torchmetrics: bayesattn.metrics.running needs the extra 'metrics': pip install 'bayesattn[metrics]'",
         "pytorch_lightning: bayesattn.integrations.lightning needs the extra 'lightning': "
         "pip install 'bayesattn[lightning]'",
+        "sklearn: bayesattn.integrations.sklearn needs the extra 'sklearn': pip install 'bayesattn[sklearn]'",
     ]
 
 

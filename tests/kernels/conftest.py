@@ -1,7 +1,28 @@
 """What every kernel's tests share."""
 
+import os
+
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def _patched_once_per_launch(monkeypatch):
+    """Triton's interpreter patches its language at every call of a device function. Once per launch is enough."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    # here, since triton is not installed everywhere
+    import triton
+    from triton.runtime import interpreter
+
+    patch, languages = interpreter._patch_lang, (triton.language, triton.language.core)
+
+    def patch_unless_patched(function):
+        seen = [module for module in languages if any(value is module for value in function.__globals__.values())]
+        is_patched = seen and not any(triton.language.core.is_builtin(module.load) for module in seen)
+        return interpreter._LangPatchScope() if is_patched else patch(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_unless_patched)
 
 
 @pytest.fixture

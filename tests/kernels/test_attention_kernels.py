@@ -13,11 +13,12 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 
 import bayesattn as ba
 from bayesattn.functional import attention
-from bayesattn.ops.attention import reference, weibull, weibull_node
+from bayesattn.ops.attention import launch, reference, weibull, weibull_node
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.common import draws
 from bayesattn.ops.common.launch import LAUNCHES
+from bayesattn.priors import ContextualPrior
 
 pytestmark = MARKS
 SEED = (77 << 40) + 12345
@@ -49,7 +50,9 @@ def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x - truth).norm() / (truth.norm() + 0.01 * truth.numel() ** 0.5))
 
 
-def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32, contiguous=True, dropout_p=0.0):
+def check(
+    shape, config, mask_kind="none", is_causal=False, dtype=torch.float32, contiguous=True, dropout_p=0.0, window=None
+):
     b, h, hk, m, n, d, dv = shape
     query, key, value = (torch.randn(b, x, y, z, device=DEVICE) for x, y, z in ((h, m, d), (hk, n, d), (hk, n, dv)))
     tensors = [query, key, value]
@@ -63,8 +66,8 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         prior = None if prior is None else prior.float()
         return attention(
-            q, k, v, config=config, log_prior=prior, mask=mask, is_causal=is_causal, seed=SEED, backend="triton",
-            need_kl=config.has_kl, dropout_p=dropout_p,
+            q, k, v, config=config, log_prior=prior, mask=mask, is_causal=is_causal, window=window, seed=SEED,
+            backend="triton", need_kl=config.has_kl, dropout_p=dropout_p,
         )  # fmt: skip
 
     def plain(q, k, v, prior=None):
@@ -72,7 +75,7 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
         scores = ((q * torch.tensor(d**-0.5, dtype=q.dtype)) @ reference.expand_heads(k, h).transpose(-2, -1)).to(
             torch.promote_types(q.dtype, torch.float32)
         )
-        dense = Allowed(mask, is_causal, (b, h, m, n)).dense(q.device)
+        dense = Allowed(mask, is_causal, (b, h, m, n), window).dense(q.device)
         weights = reference.sample_weights(scores, dense, SEED, config)
         weights = (reference.drop(weights, dropout_p, SEED) if dropout_p else weights).to(v.dtype)
         prior = None if prior is None else prior.to(scores.dtype)
@@ -88,8 +91,8 @@ def check(shape, config, mask_kind="none", is_causal=False, dtype=torch.float32,
     assert sum(LAUNCHES.values()) >= before + 3, "the kernels did not run"
     for x, y, t in zip(ours, yardstick, truth, strict=True):
         assert torch.isfinite(x).all()
-        if n == 1:
-            # one key: its weight is exactly 1 in the plain formula, which leaves no error
+        if n == 1 or window == 1:
+            # one key per row: its weight is exactly 1 in the plain formula, which leaves no error
             # to compare with; gradients cancel to 0 up to a rounding of each of the m summands
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(x, t, rtol=2 * eps, atol=m * eps)
@@ -133,15 +136,46 @@ def test_every_preset(variant, preset):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "row_mean", "mean"])
-@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-WF"])
 @pytest.mark.parametrize("preset", ["paper", "default"])
-def test_the_kl_of_padded_keys_in_one_node_for_every_convention(monkeypatch, variant, preset, reduction):
-    # tiles of 16 keys or queries, so that every loop over them turns several times
-    monkeypatch.setattr(weibull, "TILE", 256)
+@pytest.mark.parametrize(("variant", "is_causal", "window"), [("BAM-WC", True, 5), ("BAM-WF", False, None)])
+def test_the_kl_of_padded_keys_in_one_node_for_every_convention(variant, preset, reduction, is_causal, window):
     before = LAUNCHES["weibull_kl"]
     config = ba.AttentionConfig(variant, preset=preset, weibull_k=2.0, gamma_beta=0.3, kl_reduction=reduction)
-    check((2, 4, 2, 37, 67, 16, 16), config, "key padding")
+    check((2, 4, 2, 71, 67, 16, 16), config, "key padding", is_causal, window=window)
     assert LAUNCHES["weibull_kl"] == before + 1
+
+
+# blocks of 64 rows: within a block, of one, across two, of several, longer than the sequence
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [*(((197, 197), window) for window in (None, 1, 37, 64, 65, 128, 150, 500)),
+     *((lengths, window) for lengths in ((131, 263), (263, 67)) for window in (None, 1, 65, 150))],
+)  # fmt: skip
+def test_the_kl_below_the_diagonal_and_in_windows(window, lengths):
+    before = LAUNCHES["weibull_kl"]
+    check((1, 2, 1, *lengths, 16, 24), WEIBULL, is_causal=True, window=window)
+    assert LAUNCHES["weibull_kl"] == before + 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_kind", ["none", "key padding"])
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_the_causal_kl_of_grouped_heads_in_every_type(monkeypatch, dtype, mask_kind, in_one_pass):
+    set_passes(monkeypatch, in_one_pass)
+    check((2, 2, 1, 139, 131, 16, 16), WEIBULL, mask_kind, is_causal=True, dtype=dtype)
+    check((1, 2, 2, 139, 131, 16, 16), WEIBULL, mask_kind, is_causal=True, dtype=dtype, window=70)
+
+
+def test_the_causal_kl_of_a_wide_head_adds_up_blocks_of_128():
+    # float16 has the tiles of a GPU
+    check((1, 2, 1, 150, 260, 128, 72), WEIBULL, is_causal=True, dtype=torch.float16)
+    check((1, 1, 1, 290, 290, 128, 128), WEIBULL, is_causal=True, dtype=torch.float16, window=131)
+
+
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC", "BAM-NOKL"])
+@pytest.mark.parametrize("mask_kind", ["none", "key padding", "arbitrary"])
+def test_windows_of_every_variant(variant, mask_kind):
+    check((2, 2, 1, 71, 67, 16, 16), ba.AttentionConfig(variant), mask_kind, is_causal=True, window=9)
 
 
 @pytest.mark.parametrize("beta", [1e-15, 1e-2, 3.0, 1e4])
@@ -191,9 +225,50 @@ def test_large_shapes(shape, dtype, is_causal):
     check(shape, WEIBULL, dtype=dtype, is_causal=is_causal)
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="too many heads for the interpreter")
+def test_more_heads_than_a_grid_s_second_axis_has_room_for():
+    config, shape = ba.AttentionConfig("BAM-WC"), (7000, 10, 8, 16)
+    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(3)]
+    prior = ContextualPrior(16, 10, config).to(DEVICE)
+    results = []
+    for first in (0, 6990):
+        part = [x[first:] for x in inputs]
+        seeds = torch.arange(7000, device=DEVICE)[first:]
+        output, kl = attention(*part, config=config, log_prior=prior(part[1]), seed=seeds, backend="triton")
+        gradients = torch.autograd.grad(output.square().sum() + kl.sum(), inputs)
+        results.append([output[-10:], kl[-10:], *(x[-10:] for x in gradients)])
+    # the last examples alone, with the same noise
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("m", "n", "is_causal", "window"), [(7, 5, False, None), (7, 5, True, None), (5, 7, True, 3)])
+def test_the_grid_has_every_block_of_every_head_on_one_axis(m, n, is_causal, window):
+    query = launch.Layout((7000, 10, m, 16), (160 * m, 16 * m, 16, 1), torch.float32)
+    key = launch.Layout((7000, 10, n, 16), (160 * n, 16 * n, 16, 1), torch.float32)
+    band, noise = launch.Band(is_causal, window), launch.Noise(True, 1.0, 0.0, False)
+    forward = launch.forward_launch(query, key, key, None, None, noise, 0.25, band, True)
+    backward = launch.gradient_launches(query, key, key, None, None, query, (0, 0), noise, 0.25, band, True, 0, False)
+    for found in (forward, *backward):
+        assert found.grid == (70_000, 1, 1)
+    assert launch.grid_of(129, 64, 70_000) == (210_000,)
+
+
+def test_outputs_and_gradients_put_queries_before_heads():
+    inputs = [torch.randn(2, 5, 3, 16, device=DEVICE).transpose(1, 2).requires_grad_() for _ in range(3)]
+    prior = torch.randn(2, 3, 1, 5, device=DEVICE).log_softmax(-1)
+    output, kl = attention(*inputs, config=WEIBULL, log_prior=prior, seed=SEED, backend="triton")
+    assert output.transpose(1, 2).is_contiguous()
+    assert output.grad_fn is kl.grad_fn
+    _, grad_key, grad_value = torch.autograd.grad(output.sum() + kl.sum(), inputs)
+    assert grad_key.transpose(1, 2).is_contiguous()
+    assert grad_value.transpose(1, 2).is_contiguous()
+
+
 def test_outputs_are_fully_written(poisoned):
     check((1, 2, 1, 37, 45, 16, 16), WEIBULL, "arbitrary")
     check((1, 2, 1, 37, 45, 16, 16), ba.AttentionConfig("BAM-LC"), "key padding", is_causal=True)
+    check((1, 2, 1, 137, 145, 16, 16), WEIBULL, "key padding", is_causal=True, window=70)
+    check((1, 2, 1, 145, 137, 16, 16), WEIBULL)
 
 
 def test_one_seed_per_example_does_not_depend_on_the_place_in_the_batch():
@@ -245,17 +320,17 @@ def test_float16_gradients_saturate_instead_of_overflowing(monkeypatch, variant,
 def test_operators_pass_opcheck():
     tensors = [torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     seed = torch.tensor(3, device=DEVICE)
-    options = (None, None, seed, True, 0.5, 0.25, 0.1, False, True, True)
+    options = (None, None, seed, True, 0.5, 0.25, 0.1, True, 3, True, True)
     torch.library.opcheck(fused.attention_forward, (*tensors, *options))
 
 
 @pytest.mark.parametrize("has_prior", [True, False])
 @pytest.mark.parametrize("has_valid", [True, False])
 def test_the_one_node_passes_opcheck(has_prior, has_valid):
-    tensors = [torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
-    prior = torch.randn(2, 4, 1, 5, device=DEVICE).log_softmax(-1).requires_grad_() if has_prior else None
+    tensors = [torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)]
+    prior = torch.randn(2, 2, 1, 5, device=DEVICE).log_softmax(-1).requires_grad_() if has_prior else None
     valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2], device=DEVICE)[:, None, None] if has_valid else None
-    options = ([2.0, 0.3, 0.5, 0.5, 0.25, 0.1], "beta_psi log_softmax row_mean")
+    options = ([2.0, 0.3, 0.5, 0.5, 0.25, 0.1], "beta_psi log_softmax row_mean", has_valid, 3 if has_valid else None)
     torch.library.opcheck(weibull_node.weibull_forward, (*tensors, prior, valid, torch.tensor(3, device=DEVICE), *options))
 
 
@@ -298,7 +373,7 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
     options = {"config": ba.AttentionConfig("BAM-WF"), **change}
     if "bias" in options:
         options["bias"] = options["bias"].to(DEVICE)
-    with pytest.raises(ValueError, match=f"backend is 'triton', but .*{reason}"):
+    with pytest.raises(ValueError, match=f"backend 'triton' cannot be used here: .*{reason}"):
         attention(query, query, query, backend="triton", **options)
     attention(query, query, query, backend="auto", **options)
 
@@ -316,7 +391,7 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
 )
 def test_dropout_is_that_of_the_reference(variant, mask_kind, is_causal, dtype):
     config = ba.AttentionConfig(variant)
-    check((2, 4, 2, 37, 67, 16, 24), config, mask_kind, is_causal=is_causal, dtype=dtype, dropout_p=0.3)
+    check((2, 2, 1, 37, 67, 16, 24), config, mask_kind, is_causal=is_causal, dtype=dtype, dropout_p=0.3)
 
 
 def test_dropout_of_a_wide_head_takes_two_passes_with_the_same_bits():

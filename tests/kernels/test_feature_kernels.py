@@ -158,11 +158,20 @@ def test_features_that_are_not_the_values_are_multiplied_by_torch():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"features": torch.zeros(10, 3, 5)}, "features of the scores has shape .*allowed: .*11 sources and 11 targets"),
-        ({"att_target": torch.zeros(1, 3, 4)}, r"att_target of the scores is .*allowed: shape \(1, 3, 5\)"),
-        ({"att_target": torch.zeros(1, 3, 5, dtype=torch.float64)}, "att_target of the scores is torch.float64"),
-        ({"att_source": torch.zeros(1, 3, 5, device="meta")}, "att_source of the scores is .*on meta; allowed: .* on cpu"),
-        ({"negative_slope": -0.1}, "negative_slope is -0.1; allowed: at least 0"),
+        (
+            {"features": torch.zeros(10, 3, 5)},
+            "features of the scores must have shape .*, got \\(10, 3, 5\\) for 11 sources and 11 targets",
+        ),
+        (
+            {"att_target": torch.zeros(1, 3, 4)},
+            r"att_target of the scores must have shape \(1, 3, 5\) .*, got .*\(1, 3, 4\)",
+        ),
+        (
+            {"att_target": torch.zeros(1, 3, 5, dtype=torch.float64)},
+            "att_target of the scores must have .*, got torch.float64",
+        ),
+        ({"att_source": torch.zeros(1, 3, 5, device="meta")}, "att_source of the scores must .* on cpu .*, got .* on meta"),
+        ({"negative_slope": -0.1}, "negative_slope must be at least 0, got -0.1"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(change, message):

@@ -51,7 +51,7 @@ def step(layer: nn.Module, x: torch.Tensor, index: torch.Tensor, upstream: torch
     return [y.detach().double() for y in (output, total, x.grad, *gradients) if y is not None]
 
 
-@pytest.mark.parametrize("scope", ["graph", "neighbourhood"])
+@pytest.mark.parametrize("scope", ["graph", "neighborhood"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_gradient_is_that_of_the_reference(config, scope):
     upstream = torch.randn(NODES, HEADS * OUT, device=DEVICE)

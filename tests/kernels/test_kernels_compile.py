@@ -43,7 +43,15 @@ def compile_instead(kernel, *args: object, grid: tuple[int, ...], warmup: bool, 
 
 
 def attend(
-    dtype: torch.dtype, variant: str, *, masked: bool, is_causal: bool, in_one_pass: bool, dropout: float = 0.0
+    dtype: torch.dtype,
+    variant: str,
+    *,
+    masked: bool,
+    is_causal: bool,
+    in_one_pass: bool,
+    dropout: float = 0.0,
+    window: int | None = None,
+    features: int = 64,
 ) -> None:
     """Run forward and backward of one setting."""
     import bayesattn as ba
@@ -52,11 +60,12 @@ def attend(
     from bayesattn.ops.attention.masking import Allowed
 
     fused.one_pass = weibull.one_pass = lambda head_dim: in_one_pass
-    query, key, value = (torch.zeros(1, heads, 128, 64, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-    mask = torch.ones(1, 1, 1 + 127 * is_causal, 128, dtype=torch.bool) if masked else None
+    query, key, value = (torch.zeros(1, heads, 128, features, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.ones(1, 1, 1, 128, dtype=torch.bool) if masked else None
     output, kl = fused.attention(
         query, key, value, config=ba.AttentionConfig(variant), log_prior=torch.zeros(1, 1, 1, 128, requires_grad=True),
-        scale=0.125, seed=1, dropout_p=dropout, allowed=Allowed(mask, is_causal, (1, 4, 128, 128)), need_kl=True,
+        scale=0.125, seed=1, dropout_p=dropout, need_kl=True,
+        allowed=Allowed(mask, is_causal, (1, 4, 128, 128), window),
     )  # fmt: skip
     assert kl is not None
     (output.sum() + kl.sum()).backward()
@@ -69,6 +78,15 @@ def prior(dtype: torch.dtype) -> None:
     key = torch.zeros(1, 2, 128, 64, dtype=dtype, requires_grad=True)
     network = [torch.zeros(1, *shape, requires_grad=True) for shape in ((64, 10), (1, 10), (10, 1), (1, 1))]
     log_prior(key, *network, torch.ones(1, 1, 128, dtype=torch.bool)).sum().backward()
+
+
+def statistics(dtype: torch.dtype, head_dim: int, *, is_causal: bool, **options: torch.Tensor | float | None) -> None:
+    """Run the statistics of one setting."""
+    from bayesattn.ops.attention.statistics_triton import launch_statistics
+
+    query, key = (torch.zeros(1, heads, 128, head_dim, dtype=dtype) for heads in (4, 2))
+    mask, bias, softcap, positions = (options.get(name) for name in ("mask", "bias", "softcap", "positions"))
+    launch_statistics(query, key, mask, bias, is_causal, 0.125, softcap, positions)
 
 
 def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest: int = 512) -> None:
@@ -86,6 +104,16 @@ def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest:
     with ba.record_kl() as kl:
         output = layer(torch.zeros(128, 16, dtype=dtype), torch.tensor([[0], [1]]))
     torch.autograd.backward([output, kl.total()], [torch.ones_like(output), torch.ones(())])
+
+
+def doubt(dtype: torch.dtype, width: int, **options: object) -> None:
+    """Run the squared score gradients."""
+    from bayesattn.ops.attention.score_gradients_triton import squared_score_gradients
+
+    shapes = ((4, 128), (4, 128), (2, 96), (2, 96), (4, 128))
+    tensors = [torch.zeros(1, heads, length, width, dtype=dtype) for heads, length in shapes]
+    defaults = {"mask": None, "bias": None, "is_causal": False, "scale": 0.125, "softcap": None}
+    squared_score_gradients(*tensors, **{**defaults, **options})
 
 
 # a graph layer with the Weibull family and a contextual prior, in the order of the launches
@@ -114,11 +142,31 @@ CASES = {
     ),
     "causal": (
         lambda: attend(torch.bfloat16, "BAM-WC", masked=False, is_causal=True, in_one_pass=True),
-        ["forward_kernel", "columns_kernel", "prepare_kernel", "grad_key_kernel"],
+        ["forward_kernel", "weibull_kl_kernel", "weibull_prepare_kernel", "grad_key_kernel"],
+    ),
+    "window and padding, wide heads": (
+        lambda: attend(torch.bfloat16, "BAM-WC", masked=True, is_causal=True, in_one_pass=False, window=70, features=128),
+        ["forward_kernel", "weibull_kl_kernel", "weibull_prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
     ),
     "lognormal": (
         lambda: attend(torch.float16, "BAM-LC", masked=True, is_causal=True, in_one_pass=False),
         ["forward_kernel", "prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
+    ),
+    "statistics": (
+        lambda: statistics(torch.bfloat16, 64, is_causal=False),
+        ["statistics_kernel"],
+    ),
+    "statistics, everything": (
+        lambda: statistics(
+            torch.float16,
+            128,
+            is_causal=True,
+            mask=torch.ones(1, 1, 128, 128, dtype=torch.bool),
+            bias=torch.zeros(1, 4, 128, 128, dtype=torch.float16),
+            softcap=30.0,
+            positions=torch.ones(1, 128, dtype=torch.bool),
+        ),
+        ["statistics_kernel"],
     ),
     "graph": (
         lambda: graph(torch.float32, "BAM-WC"),
@@ -154,29 +202,64 @@ CASES = {
             "prior_grad_kernel",
         ],
     ),
+    "doubt": (lambda: doubt(torch.bfloat16, 64), ["score_rows_kernel", "score_columns_kernel"]),
+    "doubt, all options": (
+        lambda: doubt(
+            torch.float16,
+            128,
+            mask=torch.ones(1, 1, 128, 96, dtype=torch.bool),
+            bias=torch.zeros(1, 4, 1, 96),
+            is_causal=True,
+            softcap=50.0,
+        ),
+        ["score_rows_kernel", "score_columns_kernel"],
+    ),
+    "doubt, float32": (
+        lambda: doubt(torch.float32, 128, mask=torch.ones(1, 1, 1, 96, dtype=torch.bool)),
+        ["score_rows_kernel", "score_columns_kernel"],
+    ),
     "prior": (lambda: prior(torch.bfloat16), ["prior_logits_kernel", "prior_softmax_kernel", "prior_grad_kernel"]),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_kernel_compiles_for_sm_90(case, tmp_path):
+# cases that share a process, since importing and starting takes as long as compiling a small kernel
+GROUPS = {
+    "attention": [case for case in CASES if not case.startswith(("graph", "doubt", "statistics", "prior", "window"))],
+    "wide heads": [case for case in CASES if case.startswith("window")],
+    "graph": [case for case in CASES if case.startswith(("graph", "prior"))],
+    "doubt and statistics": [case for case in CASES if case.startswith(("doubt", "statistics"))],
+}
+
+
+def test_every_case_is_in_one_group():
+    assert sorted(case for group in GROUPS.values() for case in group) == sorted(CASES)
+
+
+# the widest tiles take ptxas half a minute
+@pytest.mark.parametrize("group", [pytest.param(g, marks=pytest.mark.slow) if g == "wide heads" else g for g in GROUPS])
+def test_every_kernel_compiles_for_sm_90(group, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, __file__, case],
+        [sys.executable, __file__, group],
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    sizes = dict(line.split() for line in result.stdout.splitlines())
-    assert list(sizes) == CASES[case][1]
-    assert all(int(size) > 1000 for size in sizes.values())
+    assert result.returncode == 0, f"{result.stdout[-500:]}\n{result.stderr[-3000:]}"
+    _, *printed = result.stdout.split("case: ")
+    compiled = {case: [line.split() for line in lines] for case, *lines in (text.splitlines() for text in printed)}
+    assert {case: [name for name, _ in kernels] for case, kernels in compiled.items()} == {
+        case: CASES[case][1] for case in GROUPS[group]
+    }
+    assert all(int(size) > 1000 for kernels in compiled.values() for _, size in kernels)
 
 
 if __name__ == "__main__":
     from triton.runtime.jit import JITFunction
 
     JITFunction.run = compile_instead
-    CASES[sys.argv[1]][0]()
+    for case in GROUPS[sys.argv[1]]:
+        print(f"case: {case}", flush=True)
+        CASES[case][0]()

@@ -46,5 +46,5 @@ def test_forward_mode_derivatives_are_refused_and_not_dropped():
 
 def test_function_transforms_are_refused_by_name():
     stacked = torch.randn(3, 1, 2, 5, 8, device=DEVICE)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"backend is 'triton', but torch\.func"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"backend 'triton' cannot be used here: torch\.func"):
         torch.vmap(lambda x: call(x, x, x, need_kl=False)[0])(stacked)

@@ -119,3 +119,24 @@ def test_gradients_repeat_bit_for_bit():
     first, second = (torch.manual_seed(1) and both((3, 4, 131, 24))[0] for _ in range(2))
     for ours, theirs in zip(first, second, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("has_valid", [True, False])
+@pytest.mark.parametrize("detach", [True, False])
+def test_a_compiler_gets_the_same_kernels_as_an_operator(has_valid, detach):
+    config = ba.AttentionConfig("BAM-WC", detach_keys=detach)
+    prior = ContextualPrior(16, 2, config).to(DEVICE)
+    key = torch.randn(2, 2, 37, 16, device=DEVICE, requires_grad=True)
+    valid = torch.rand(2, 1, 37, device=DEVICE) > 0.3 if has_valid else None
+
+    def loss(key):
+        log_prior = prior(key, valid)
+        return torch.where(log_prior > -torch.inf, log_prior, 0.0).square().sum()
+
+    leaves = [*prior.parameters(), *([] if detach else [key])]
+    expected = torch.autograd.grad(loss(key), leaves)
+    before = LAUNCHES["prior_grad"]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    found = torch.autograd.grad(compiled(key), leaves)
+    assert LAUNCHES["prior_grad"] == before + 1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

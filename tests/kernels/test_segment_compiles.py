@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel
 
 
+@pytest.mark.slow
 def test_kernels_on_edges_compile_for_sm_90_without_spills(tmp_path):
     # a process of its own: the interpreter of the other kernel tests and the compiler exclude each other
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -82,7 +82,7 @@ def test_odd_sizes_and_heads(sizes, dtype):
     check(sizes, WEIBULL, dtype=dtype)
 
 
-@pytest.mark.parametrize("scope", ["graph", "neighbourhood"])
+@pytest.mark.parametrize("scope", ["graph", "neighborhood"])
 @pytest.mark.parametrize("preset", ["paper", "official-code", "default"])
 @pytest.mark.parametrize("variant", ["BAM-WC", "BAM-WF", "BAM-LC", "BAM-LF"])
 def test_every_variant_preset_and_scope(variant, preset, scope):
@@ -189,7 +189,7 @@ def test_without_a_kl_only_output_is_computed():
     check((11, 7, 53, 8, 4), ba.AttentionConfig("BAM-NOKL", weibull_k=0.1))
 
 
-@pytest.mark.parametrize("scope", ["graph", "neighbourhood"])
+@pytest.mark.parametrize("scope", ["graph", "neighborhood"])
 @pytest.mark.parametrize("variant", ["BAM-WC", "BAM-LC"])
 def test_rows_split_into_runs_give_the_same(monkeypatch, variant, scope):
     monkeypatch.setattr(launch, "LONGEST_RUN", 5)
@@ -212,7 +212,7 @@ def test_runs_cover_every_edge_once(longest):
 
 def test_outputs_are_fully_written(poisoned):
     check((11, 7, 53, 3, 5), WEIBULL)
-    check((11, 7, 53, 3, 5), ba.AttentionConfig("BAM-LC"), "neighbourhood")
+    check((11, 7, 53, 3, 5), ba.AttentionConfig("BAM-LC"), "neighborhood")
 
 
 @pytest.mark.parametrize("num_targets", [7, 0])
@@ -279,7 +279,7 @@ def test_the_node_passes_opcheck(has_prior, forms):
 
 @pytest.mark.parametrize(
     ("variant", "scope"),
-    [("BAM-WC", "graph"), ("BAM-WF", "graph"), ("BAM-WC", "neighbourhood"), ("BAM-LC", "neighbourhood")],
+    [("BAM-WC", "graph"), ("BAM-WF", "graph"), ("BAM-WC", "neighborhood"), ("BAM-LC", "neighborhood")],
 )
 def test_compiles_into_one_graph_with_the_same_results(variant, scope):
     config = ba.AttentionConfig(variant)
@@ -319,7 +319,7 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
     options = {"value": torch.zeros(11, 3, 4), "config": ba.AttentionConfig("BAM-WF"), **change}
     options["value"] = options["value"].to(DEVICE)
     arguments = (torch.zeros(53, 3, device=DEVICE), options.pop("value"), graph(11, 7, 53))
-    with pytest.raises(ValueError, match=f"backend is 'triton', but .*{reason}"):
+    with pytest.raises(ValueError, match=f"backend 'triton' cannot be used here: .*{reason}"):
         edge_attention(*arguments, backend="triton", **options)
     edge_attention(*arguments, backend="auto", **options)
 
@@ -327,7 +327,7 @@ def test_refuses_by_name_what_it_cannot_do(change, reason):
 def test_a_call_without_heads_is_refused_by_name():
     edges, options = graph(11, 7, 53), {"config": ba.AttentionConfig("BAM-WF")}
     arguments = (torch.zeros(53, 0, device=DEVICE), torch.zeros(11, 0, 4, device=DEVICE), edges)
-    with pytest.raises(ValueError, match="backend is 'triton', but the values have no heads"):
+    with pytest.raises(ValueError, match="backend 'triton' cannot be used here: the values have no heads"):
         edge_attention(*arguments, backend="triton", **options)
     assert edge_attention(*arguments, backend="auto", **options).output.shape == (7, 0, 4)
 

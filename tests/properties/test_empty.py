@@ -59,7 +59,7 @@ def test_modules_take_a_zero_length_batch(train, need_weights):
         output, _ = module(x, x, x, need_weights=need_weights)
     assert output.shape == (0, 5, 6)
     assert kl.per_call()[0][1].shape == (0,)
-    # a mean over no examples must not become NaN, which one optimiser step would spread to every parameter
+    # a mean over no examples must not become NaN, which one optimizer step would spread to every parameter
     total = kl.total()
     assert float(total.detach()) == 0.0
     (output.sum() + total).backward()

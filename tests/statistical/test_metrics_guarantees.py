@@ -38,7 +38,6 @@ def _world(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return confidence, torch.rand(n) > 0.4 * (1.0 - confidence)
 
 
-@pytest.mark.slow
 def test_error_target_holds_for_new_data_as_often_as_promised():
     failures = answered = 0
     for _ in range(REPEATS):
@@ -51,7 +50,6 @@ def test_error_target_holds_for_new_data_as_often_as_promised():
     assert answered / REPEATS > 0.4
 
 
-@pytest.mark.slow
 def test_coverage_target_holds_for_new_data_as_often_as_promised():
     failures = 0
     for _ in range(REPEATS):

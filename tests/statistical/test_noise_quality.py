@@ -100,7 +100,7 @@ def test_no_correlation_between_the_two_axes_of_a_square(draw):
 
 @pytest.mark.parametrize("draw", [noise.exponential, noise.normal])
 @pytest.mark.parametrize("step", [1, 2, 2**31, 2**32, 2**33 + 1])
-def test_no_correlation_between_neighbouring_seeds(draw, step):
+def test_no_correlation_between_neighboring_seeds(draw, step):
     assert _is_uncorrelated(draw(100, SHAPE), draw(100 + step, SHAPE))
 
 

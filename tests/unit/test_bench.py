@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bayesattn.bench import attention, conversion, harness, run_suite
-from bayesattn.bench.model import build_encoder, training_step
+import bayesattn as ba
+from bayesattn.bench import attention, causal, harness, run_suite, step
 from bayesattn.bench.plot import plot_ratios
 from bayesattn_recipes import bench
 
@@ -70,17 +70,122 @@ def test_the_ratio_of_a_comparison_is_the_median_over_its_rounds(monkeypatch, ca
     assert "other" in capsys.readouterr().out
 
 
-def test_the_conversion_suite_compares_the_same_model_before_and_after(capsys):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    cases = [conversion.Case(family, family, sizes, batch=2, length=5, padding=2, rounds=1) for family in ("bert", "albert")]
-    rows = conversion.run("cpu", cases)
-    for case in {row.case for row in rows}:
+def test_the_step_suite_compares_the_same_model_before_and_after_its_conversion(monkeypatch, capsys):
+    monkeypatch.setattr(step, "ROUNDS", 1)
+    encoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    decoder = encoder | {"num_key_value_heads": 1, "vocab_size": 97, "use_cache": False}
+    cases = [
+        step.Case("bert", "bert", encoder, 2, 5, padding=2, modes=("plain",)),
+        step.Case("albert", "albert", encoder, 2, 5, modes=("plain",)),
+        step.Case("llama", "llama", decoder, 2, 5, modes=("plain",)),
+    ]
+    rows = step.run("cpu", cases)
+    assert [row.provider for row in rows] == ["soft", "BAM-NOKL", "BAM-WC"] * 3
+    assert [row.case for row in rows[::3]] == ["bert 2x5 padded 2", "albert 2x5", "llama 2x5"]
+    assert {(row.suite, row.mode) for row in rows} == {("step", "plain")}
+    assert "BAM-WC" in capsys.readouterr().out
+
+
+def _tiny_bert(**options) -> tuple[step.Case, torch.nn.Module]:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 97}
+    case = step.Case("bert", "bert", sizes | step.ENCODER, 3, 7, padding=2, **options)
+    return case, case.build()
+
+
+def test_a_timed_step_trains_the_model_and_its_prior():
+    case, model = _tiny_bert()
+    ba.bayesianize(model, ba.AttentionConfig("BAM-WC"))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    step.training_step(model, case.inputs("cpu"))()
+    after = dict(model.named_parameters())
+    assert not torch.equal(before["classifier.weight"], after["classifier.weight"])
+    (prior,) = [name for name in before if name.endswith("bayes_prior.weight_in")]
+    assert not torch.equal(before[prior], after[prior])
+
+
+def test_the_step_suite_times_no_model_that_its_conversion_has_changed():
+    case, model = _tiny_bert()
+    other = case.build()
+    with pytest.raises(RuntimeError, match=r"bert 3x7 padded 2: BAM-WC differs from the original.*nothing was timed"):
+        step._check(case, {"soft": model, "BAM-WC": other}, case.inputs("cpu"))
+
+
+@pytest.mark.compile
+def test_a_compiled_step_is_one_graph():
+    case, model = _tiny_bert()
+    ba.bayesianize(model, ba.AttentionConfig("BAM-WC"))
+    torch._dynamo.reset()
+    before = model.classifier.weight.detach().clone()
+    # traces as inductor does, and compiles nothing
+    step.training_step(model, case.inputs("cpu"), compiler="aot_eager")()
+    assert not torch.equal(before, model.classifier.weight)
+    torch._dynamo.reset()
+
+
+def test_the_named_models_have_the_sizes_that_their_names_say():
+    llama = next(case for case in step.CASES["cuda"] if case.family == "llama")
+    with torch.device("meta"):
+        counts = [sum(p.numel() for p in case.build().parameters()) for case in (llama, step.CASES["cuda"][0])]
+    assert counts[0] == pytest.approx(150e6, rel=0.05)
+    assert counts[1] == pytest.approx(110e6, rel=0.05)
+
+
+def test_the_causal_suite_times_every_variant_against_causal_attention(monkeypatch, capsys):
+    monkeypatch.setattr(causal, "ROUNDS", 1)
+    shape = (3, 4, 29, 8)
+    layouts = [{}, {"key_heads": 2}, {"padding": 11}, {"window": 7}]
+    cases = [causal.Case(shape, dataclasses.replace(causal.CAUSAL, **layout)) for layout in layouts]
+    rows = causal.run("cpu", cases)
+    assert list(dict.fromkeys(row.case for row in rows)) == [
+        "3x4x29x8", "3x4(2)x29x8", "3x4x29x8 padded 11", "3x4x29x8 window 7",
+    ]  # fmt: skip
+    for case in cases:
         modes = {
-            mode: [row.provider for row in rows if (row.case, row.mode) == (case, mode)] for mode in ("eval", "train step")
+            mode: [row.provider for row in rows if (row.case, row.mode) == (str(case), mode)]
+            for mode in ("fwd+bwd", "forward")
         }
-        assert modes["eval"][:2] == ["original", "converted, not sampling"]
-        assert modes["train step"] == ["original", "BAM-NOKL", "BAM-WC with KL"]
-    assert "original" in capsys.readouterr().out
+        masked = ["sdpa, same mask"] if case.layout.window or case.layout.padding else []
+        assert modes == {
+            "fwd+bwd": ["sdpa", "BAM-NOKL", "BAM-WC", "BAM-LC", *masked], "forward": ["sdpa", "BAM-WC", "BAM-LC", "observe"],
+        }  # fmt: skip
+
+
+def test_window_and_padding_are_the_entries_they_say():
+    layout = attention.Layout(is_causal=True, window=2, padding=1)
+    calls = attention.Calls((2, 1, 4, 8), "cpu", torch.float32, layout=layout)
+    expected = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=torch.bool)
+    assert torch.equal(calls._dense[1, 0], expected)
+    expected[:, 3] = False
+    assert torch.equal(calls._dense[0, 0], expected)
+
+
+def _wrong_by_backend(query, key, value, *, backend, **_):
+    output = (query + key + value) * len(backend)
+    return output, output.flatten(1).sum(1)
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    monkeypatch.setattr(attention, "attention", _wrong_by_backend)
+    with pytest.raises(RuntimeError, match=r"BAM-NOKL: fused and reference differ by .*nothing was timed"):
+        causal.run("cpu", [causal.Case((2, 3, 7, 8), causal.CAUSAL)])
+
+
+def test_the_doubt_suite_compares_with_one_plain_pass_and_with_the_memory_of_a_kept_graph(capsys):
+    doubt = pytest.importorskip("bayesattn.bench.doubt")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    rows = doubt.run("cpu", [doubt.Case("tiny", sizes, batch=2, length=8, rounds=1)])
+    found = {(row.mode, row.provider): row for row in rows}
+    assert list(found) == [
+        ("time", "plain pass"),
+        ("time", "doubt"),
+        ("memory", "forward, graph kept"),
+        ("memory", "doubt"),
+        ("time, converted", "plain pass"),
+        ("time, converted", "doubt, converted"),
+    ]
+    memory = found["memory", "doubt"]
+    assert memory.ratio == memory.peak_mib / found["memory", "forward, graph kept"].peak_mib
+    assert "tiny b2 n8" in capsys.readouterr().out
 
 
 def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(capsys):
@@ -140,21 +245,33 @@ def test_a_bayesian_training_step_needs_at_most_half_as_much_memory_again(heads)
     inputs = torch.randn(8, 256, 256)
     peaks = []
     for variant in ("soft", "BAM-WC"):
-        model = build_encoder(variant, dim=256, heads=heads, layers=4)
-        peaks.append(harness.peak_memory(training_step(model, inputs, with_kl=variant != "soft"), device="cpu"))
+        config = ba.AttentionConfig(variant)
+        layer = ba.nn.TransformerEncoderLayer(256, heads, 1024, dropout=0.0, batch_first=True, config=config)
+        model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+        def train(model=model) -> None:
+            with ba.record_kl() as kl:
+                loss = model(inputs).square().mean()
+            ba.elbo(loss, kl.total()).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        peaks.append(harness.peak_memory(train, device="cpu"))
     assert peaks[1] <= 1.5 * peaks[0]
 
 
 @pytest.mark.parametrize(
     ("device", "out", "message"),
-    [("tpu", "x.csv", "device is 'tpu'; allowed"), ("cpu", "x.txt", "out is 'x.txt'; allowed: a path that ends in .csv")],
+    [
+        ("tpu", "x.csv", "device must be 'cpu' or 'cuda', got 'tpu'"),
+        ("cpu", "x.txt", "out must be a path that ends in .csv, got 'x.txt'"),
+    ],
 )
 def test_bad_arguments_are_named_before_anything_runs(tmp_path, monkeypatch, device, out, message):
     monkeypatch.chdir(tmp_path)
     from pathlib import Path
 
     with pytest.raises(ValueError, match=message):
-        run_suite("model", device, Path(out))
+        run_suite("step", device, Path(out))
     assert not list(tmp_path.iterdir())
 
 
@@ -187,10 +304,27 @@ def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):
         graph.run("cpu", [graph.Case(31, 97, 5)])
 
 
-def test_the_suite_of_what_kernels_replace_needs_a_gpu(tmp_path):
-    with pytest.raises(ValueError, match=r"device is 'cpu'; allowed for this suite: 'cuda'"):
-        run_suite("eager", "cpu", tmp_path / "eager.csv")
-    assert not list(tmp_path.iterdir())
+def test_rows_are_kept_one_by_one_until_the_run_is_whole(tmp_path, monkeypatch):
+    out, seen = tmp_path / "x.csv", []
+
+    def run(device, fail=False):
+        suite = harness.Suite("causal", device)
+        for name in ("base", "other"):
+            suite.run("a", name, "forward", lambda: None)
+            seen.append([row.provider for row in harness.read_csv(tmp_path / "x.partial.csv")])
+        if fail:
+            raise RuntimeError("cut short")
+        return suite.rows
+
+    monkeypatch.setattr(causal, "run", lambda device: run(device, fail=True))
+    with pytest.raises(RuntimeError, match="cut short"):
+        run_suite("causal", "cpu", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.partial.csv"]
+    monkeypatch.setattr(causal, "run", run)
+    run_suite("causal", "cpu", out)
+    assert seen == [["base"], ["base", "other"]] * 2
+    assert [row.provider for row in harness.read_csv(out)] == ["base", "other"]
+    assert {path.name for path in tmp_path.iterdir()} == {"x.csv", "x.png"}
 
 
 def test_the_attention_suite_has_a_row_for_every_provider(capsys):

@@ -96,6 +96,6 @@ def test_auto_takes_the_blocked_backend_and_manual_seed_governs_it(monkeypatch):
 def test_refuses_by_name_what_it_cannot_do(change, reason):
     query = torch.randn(1, 2, 5, 3)
     options = {"config": ba.AttentionConfig("BAM-WF"), **change}
-    with pytest.raises(ValueError, match=f"backend is 'blocked', but .*{reason}"):
+    with pytest.raises(ValueError, match=f"backend 'blocked' cannot be used here: .*{reason}"):
         attention(query, query, query, backend="blocked", **options)
     attention(query, query, query, backend="auto", **options)

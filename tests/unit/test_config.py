@@ -79,12 +79,12 @@ def test_json_brings_back_the_same_config(preset):
 
 
 def test_an_unknown_key_is_named_and_the_known_ones_are_listed():
-    with pytest.raises(ValueError, match=r"\['weibul_k'\].*allowed.*weibull_k"):
+    with pytest.raises(ValueError, match=r"no keys \['weibul_k'\]. Its keys are .*'weibull_k'"):
         AttentionConfig.from_dict({"variant": "BAM-WC", "weibul_k": 3.0})
 
 
 def test_an_unknown_variant_is_answered_with_the_list():
-    with pytest.raises(ValueError, match="variant is 'BAM-XX'") as caught:
+    with pytest.raises(ValueError, match=r"variant must be one of 'soft', .*, got 'BAM-XX'") as caught:
         AttentionConfig("BAM-XX")
     for variant in ("soft", "BAM-NOKL", "BAM-LF", "BAM-LC", "BAM-WF", "BAM-WC"):
         assert variant in str(caught.value)
@@ -92,27 +92,27 @@ def test_an_unknown_variant_is_answered_with_the_list():
 
 @pytest.mark.parametrize("name", ["preset", "score_form", "alpha_form", "mu_form", "kl_reduction"])
 def test_an_unknown_choice_is_answered_with_the_list(name):
-    with pytest.raises(ValueError, match=f"{name} is 'nonsense'; allowed: '"):
+    with pytest.raises(ValueError, match=f"{name} must be one of '.*, got 'nonsense'"):
         AttentionConfig("BAM-WC", **{name: "nonsense"})
 
 
 @pytest.mark.parametrize("name", ["weibull_k", "gamma_alpha", "gamma_beta", "sigma_q", "sigma_p"])
 @pytest.mark.parametrize("value", [0, -1.5, math.nan, math.inf, "3", None, True])
 def test_positive_numbers_are_required(name, value):
-    with pytest.raises(ValueError, match=f"{name} is .*; allowed: a finite number above 0") as caught:
+    with pytest.raises(ValueError, match=f"{name} must be a finite number above 0, got .*") as caught:
         AttentionConfig("BAM-WC", **{name: value})
     assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "0"])
 def test_mu_p_must_be_finite(value):
-    with pytest.raises(ValueError, match=r"mu_p is .*; allowed: a finite number"):
+    with pytest.raises(ValueError, match=r"mu_p must be a finite number, got .*"):
         AttentionConfig("BAM-LF", mu_p=value)
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.5])
 def test_prior_hidden_dim_must_be_a_positive_integer(value):
-    with pytest.raises(ValueError, match=f"prior_hidden_dim is {value}; allowed: an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"prior_hidden_dim must be an integer of at least 1, got {value}"):
         AttentionConfig("BAM-WC", prior_hidden_dim=value)
 
 
@@ -155,13 +155,13 @@ def test_what_is_left_out_is_the_defaults_or_the_old_configs():
     [
         (
             {"variant": "BAM-WC", "posterior": "lognormal"},
-            "variant is 'BAM-WC', and posterior='lognormal' makes it 'BAM-LC'",
+            "variant is 'BAM-WC', but posterior='lognormal' makes it 'BAM-LC'",
         ),
-        ({"variant": "BAM-LF", "prior": "contextual"}, "variant is 'BAM-LF', and prior='contextual' makes it 'BAM-LC'"),
-        ({"posterior": "lognormal", "prior": None}, "posterior 'lognormal' with prior None; allowed"),
-        ({"posterior": "none", "prior": "fixed"}, "posterior None with prior 'fixed'; allowed"),
-        ({"posterior": "gamma"}, "posterior is 'gamma'; allowed: 'none', 'weibull', 'lognormal', None"),
-        ({"prior": "none"}, "prior is 'none'; allowed: 'fixed', 'contextual', None"),
+        ({"variant": "BAM-LF", "prior": "contextual"}, "variant is 'BAM-LF', but prior='contextual' makes it 'BAM-LC'"),
+        ({"posterior": "lognormal", "prior": None}, "posterior 'lognormal' with prior None, which is not supported"),
+        ({"posterior": "none", "prior": "fixed"}, "posterior None with prior 'fixed', which is not supported"),
+        ({"posterior": "gamma"}, "posterior must be one of 'none', 'weibull', 'lognormal', None, got 'gamma'"),
+        ({"prior": "none"}, "prior must be one of 'fixed', 'contextual', None, got 'none'"),
     ],
 )
 def test_contradictions_are_refused_by_name(values, message):

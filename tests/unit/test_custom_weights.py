@@ -97,10 +97,13 @@ def test_a_converted_model_gets_one_object_per_module_and_gives_it_back():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "neither config nor weights is given; allowed: one of them"),
-        ({"config": ba.AttentionConfig("soft"), "weights": Sharpened}, "both config and weights are given"),
-        ({"weights": 3}, "weights is int"),
-        ({"weights": lambda **sizes: nn.Identity()}, "weights is a Identity without name, has_kl"),
+        ({}, "give either config or weights, got neither"),
+        ({"config": ba.AttentionConfig("soft"), "weights": Sharpened}, "give either config or weights, got both"),
+        ({"weights": 3}, "weights must be an nn.Module, .*, got int"),
+        (
+            {"weights": lambda **sizes: nn.Identity()},
+            "weights must be an nn.Module with .*, got Identity without name, has_kl",
+        ),
     ],
 )
 def test_what_it_must_be_is_said_by_name(options, message, monkeypatch):
@@ -112,7 +115,9 @@ def test_what_it_must_be_is_said_by_name(options, message, monkeypatch):
 def test_one_object_for_several_modules_is_refused(monkeypatch):
     no_type_checks(monkeypatch)
     weights = Sharpened(head_dim=4, num_heads=3)
-    with pytest.raises(ValueError, match="the layer has 2 attention modules"):
+    with pytest.raises(ValueError, match="because the layer has 2, got one Sharpened"):
         ba.nn.TransformerDecoderLayer(12, 3, 16, weights=weights)
-    with pytest.raises(ValueError, match="weights is a Sharpened; allowed: a function that builds one per attention module"):
+    with pytest.raises(
+        ValueError, match="weights must be a function that builds one object per attention module, got Sharpened"
+    ):
         ba.bayesianize(nn.TransformerEncoderLayer(12, 3, 16), weights=weights)

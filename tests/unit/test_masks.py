@@ -2,7 +2,7 @@
 
 import torch
 
-from bayesattn.convert.masks import key_padding, split_mask
+from bayesattn.convert.masks import as_band, key_padding, split_mask
 
 
 def padding(b=3, m=5, n=7) -> torch.Tensor:
@@ -35,6 +35,28 @@ def test_empty_masks_and_single_rows_stay():
     for shape in ((2, 1, 0, 7), (2, 1, 3, 0), (2, 3, 1, 7)):
         mask = torch.ones(shape, dtype=torch.bool)
         assert key_padding(mask) is mask
+
+
+def test_causal_masks_with_padding_become_a_mask_of_keys_and_their_window_a_number():
+    valid = torch.tensor([[True] * 9, [True] * 5 + [False] * 4, [False] * 3 + [True] * 6])[:, None, None]
+    triangle = torch.ones(9, 9, dtype=torch.bool).tril()
+    for window, band in ((None, triangle), (4, triangle.triu(-3))):
+        mask = band & valid
+        keys, is_causal, found = as_band(mask, window)
+        assert torch.equal(keys & band, mask)
+        assert (keys.shape, is_causal, found) == ((3, 1, 1, 9), True, window)
+
+
+def test_other_masks_stay_as_they_are():
+    triangle = torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
+    full, holed = torch.ones_like(triangle), triangle.clone()
+    holed[1, 0, 5, 2] = False
+    for mask, window in ((full, None), (holed, None), (triangle, 4), (triangle.triu(-3), None), (triangle[:, :, :5], None)):
+        assert as_band(mask, window) == (mask, False, None)
+    # changed in place: looked at again
+    holed[1, 0, 5, 2] = True
+    assert as_band(holed)[1]
+    assert as_band(None) == (None, False, None)
 
 
 def test_numbers_are_split_at_what_libraries_write_for_never():

@@ -88,7 +88,7 @@ def test_keys_prepared_outside_a_scope_are_refused_inside():
     """They carry no prior; the KL would have nothing to be compared with."""
     module, (query, key, value, mask) = _module(), _inputs()
     prepared = module.prepare(key, mask)
-    with record_kl(), pytest.raises(ValueError, match="prior is None"):
+    with record_kl(), pytest.raises(ValueError, match=r"prior must be ln Ψ .* for BAM-WC, got None"):
         module(query, key, value, mask=mask, prepared=prepared)
 
 

@@ -197,7 +197,7 @@ def test_nested_input_needs_the_batch_first(path):
     nested, _ = _nested()
     with _on(path) as module:
         module.batch_first = False
-        with pytest.raises(ValueError, match=r"nested tensor; allowed: .* batch_first=True"):
+        with pytest.raises(ValueError, match=r"nested tensors are supported only .* batch_first=True"):
             module(nested, nested, nested)
 
 

@@ -78,12 +78,12 @@ def test_the_prior_is_trained_by_the_recorded_kl():
 def test_inside_a_scope_a_contextual_prior_needs_its_keys():
     module, (scores, _) = _module(), _inputs(B, H)
     module(scores)  # without a scope there is nothing to compare with
-    with record_kl(), pytest.raises(ValueError, match="prior is None; allowed for BAM-WC"):
+    with record_kl(), pytest.raises(ValueError, match=r"prior must be ln Ψ .* for BAM-WC, got None"):
         module(scores)
 
 
 def test_a_contextual_prior_needs_key_dim():
-    with pytest.raises(ValueError, match="key_dim is None; allowed for BAM-LC: the number of features of a key"):
+    with pytest.raises(ValueError, match="key_dim must be the number of features of a key for BAM-LC, got None"):
         BayesianWeights(ba.AttentionConfig("BAM-LC"))
     assert BayesianWeights(ba.AttentionConfig("BAM-LF")).bayes_prior is None
 

@@ -123,9 +123,7 @@ def test_a_shared_table_of_the_batch_s_length_is_not_repeated():
     for options in ({}, {"batch_dims": {"x": 0, "table": None}}):
         torch.testing.assert_close(predict(model, given, 3, seed=0, **options).logits, expected, rtol=1e-6, atol=1e-6)
     # whoever says that the table is a batch is told what comes of it
-    with pytest.raises(
-        ValueError, match=r"of 2 draws has shape \(10, 10\) and that of one draw \(5, 5\); allowed with batch"
-    ):
+    with pytest.raises(ValueError, match=r"2 times as long for 2 draws: .* \(5, 5\), got \(10, 10\)"):
         predict(model, given, num_samples=3, seed=0, batch_dims=0)
 
 
@@ -166,32 +164,34 @@ def test_attention_that_all_examples_share_is_refused_not_shared_by_the_draws():
 
     model, x = Shared(), torch.randn(BATCH, DIM)
     assert float(predict(model, x, num_samples=4, seed=0).logits.std(dim=0).min()) > 0.0
-    with pytest.raises(ValueError, match=r"a batch of 1; allowed .* with 3 seeds: a multiple .* predict without batch_dims"):
+    with pytest.raises(
+        ValueError, match=r"with 3 seeds needs .* a multiple of 3, got a batch of 1.* predict without batch_dims"
+    ):
         predict(model, x, num_samples=4, seed=0, batch_dims=0)
 
 
 @pytest.mark.parametrize(
     ("given", "batch_dims", "named"),
     [
-        ([inputs(), inputs(2)], 0, r"batches of length 3 in argument 0, 2 in argument 1; allowed: one length"),
+        ([inputs(), inputs(2)], 0, r"batches of one length, got 3 in argument 0, 2 in argument 1"),
         (
             [inputs(), torch.tensor(2.0)],
             0,
-            r"batch_dims is 0 for argument 1 of shape \(\); allowed: one of its axes, or None",
+            r"batch_dims for argument 1 must be an axis of its shape \(\), or None .*, got 0",
         ),
-        ([inputs(), None], [3, None], r"batch_dims is 3 for argument 0 of shape \(3, 5, 8\); allowed: one of its axes"),
-        ([inputs(), None], ["0", None], r"batch_dims is '0' for argument 0"),
-        ([inputs(), [inputs()]], 0, "argument 1 is a list, which has no batch axis; allowed in batch_dims"),
+        ([inputs(), None], [3, None], r"batch_dims for argument 0 must be an axis of its shape \(3, 5, 8\), .*, got 3"),
+        ([inputs(), None], ["0", None], r"batch_dims for argument 0 must be an axis .*, got '0'"),
+        ([inputs(), [inputs()]], 0, "batch_dims gives an axis to argument 1, which is a list and has none"),
         (
             [inputs(), inputs()],
             [0],
-            "batch_dims has no entry for argument 1; allowed: an axis, or None if all draws share it",
+            "batch_dims has no entry for argument 1. Give its batch axis, or None if all draws share it",
         ),
-        ([inputs()], [0, 0], "batch_dims has an entry for argument 1; allowed: 0"),
-        ({"x": inputs()}, {"y": 0}, "batch_dims has an entry for argument 'y'; allowed: 'x'"),
-        ({"x": inputs()}, {"x": None}, "batches of length none at all; allowed: one length"),
-        ([inputs()], 0.5, "batch_dims is 0.5; allowed: an axis for all arguments, or one for each"),
-        ([inputs()], "0", "batch_dims is '0'; allowed: an axis for all arguments, or one for each"),
+        ([inputs()], [0, 0], "batch_dims has an entry for argument 1, but the arguments are 0"),
+        ({"x": inputs()}, {"y": 0}, "batch_dims has an entry for argument 'y', but the arguments are 'x'"),
+        ({"x": inputs()}, {"x": None}, "batches of one length, got none at all"),
+        ([inputs()], 0.5, "batch_dims must be one axis for all arguments, or one axis per argument, got 0.5"),
+        ([inputs()], "0", "batch_dims must be one axis for all arguments, or one axis per argument, got '0'"),
     ],
 )
 def test_bad_batch_dims_are_refused_before_the_model_runs(given, batch_dims, named, monkeypatch):

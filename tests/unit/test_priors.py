@@ -130,7 +130,9 @@ def test_ten_thousand_keys_keep_their_logarithm():
 
 @pytest.mark.parametrize("sizes", [(0, 3), (4, 0)])
 def test_sizes_must_be_positive(sizes):
-    with pytest.raises(ValueError, match=rf"key_dim, num_heads are {sizes[0]}, {sizes[1]}; allowed: integers of at least 1"):
+    with pytest.raises(
+        ValueError, match=rf"key_dim and num_heads must be integers of at least 1, got {sizes[0]} and {sizes[1]}"
+    ):
         ContextualPrior(*sizes, AttentionConfig("BAM-WC"))
 
 

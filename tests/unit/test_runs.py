@@ -83,7 +83,7 @@ def test_json_refuses_numbers_that_are_not_finite(tmp_path, value):
 
 
 def test_folder_without_predictions_says_what_to_run(tmp_path):
-    with pytest.raises(runs.RunError, match=r"holds no predictions.safetensors; run `bayesattn evaluate"):
+    with pytest.raises(runs.RunError, match=r"holds no predictions.safetensors. Run `bayesattn evaluate"):
         runs.read_predictions(tmp_path)
 
 
@@ -111,9 +111,13 @@ def test_metadata_that_is_not_json_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("0/labels", torch.zeros(6, dtype=torch.long), r"labels of split 'test' has 6 entries; allowed: 7"),
-        ("1/samples/attention", torch.ones(5, 7, 2), r"method 'attention', split 'noise-0.5' have shape \(5, 7, 2\)"),
-        ("0/samples/attention", None, r"method 'attention', split 'test' have shape None"),
+        ("0/labels", torch.zeros(6, dtype=torch.long), r"labels of split 'test' must have 7 entries, got 6"),
+        (
+            "1/samples/attention",
+            torch.ones(5, 7, 2),
+            r"method 'attention', split 'noise-0.5' must have shape \(draws, 7, 3\), got \(5, 7, 2\)",
+        ),
+        ("0/samples/attention", None, r"method 'attention', split 'test' must have shape .*, got None"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(tmp_path, part, value, message):
@@ -132,8 +136,8 @@ def test_parts_that_do_not_fit_are_named(tmp_path, part, value, message):
         (None, "does not exist"),
         (b"{", "cannot be read as JSON"),
         (b"\xff\xfe", "cannot be read as JSON"),
-        (b"[]", "has schema None"),
-        (b'{"schema": "bayesattn.run/9"}', "has schema 'bayesattn.run/9'; allowed: 'bayesattn.run/1'"),
+        (b"[]", "must have schema 'bayesattn.run/1', got None"),
+        (b'{"schema": "bayesattn.run/9"}', "must have schema 'bayesattn.run/1', got 'bayesattn.run/9'"),
         (b'{"schema": "bayesattn.run/1"}', r"lacks \['config', 'recipe', 'seed', 'variant'\]"),
     ],
 )

@@ -74,7 +74,7 @@ def test_vmap_draws_for_every_example():
 def test_a_fused_backend_named_inside_torch_func_is_refused():
     q = torch.randn(2, 3, 5, 7)
     config = ba.AttentionConfig("BAM-NOKL")
-    with pytest.raises(ValueError, match=r"backend is 'blocked', but torch\.func .* allowed here: 'auto' or 'reference'"):
+    with pytest.raises(ValueError, match=r"backend 'blocked' cannot be used here: torch\.func .* Use 'auto' or 'reference'"):
         torch.func.grad(lambda x: functional.attention(x, q, q, config=config, backend="blocked")[0].sum())(q)
 
 

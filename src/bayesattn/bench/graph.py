@@ -17,7 +17,7 @@ from bayesattn.noise.keyed import keyed_noise
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
 NO_KL = AttentionConfig("BAM-NOKL", weibull_k=10.0)
 HEADS = FEATURES = 8
-# up to so many edges the host sets the pace on a GPU
+# up to this many edges the host is the bottleneck on a GPU
 SMALL = 1_000_000
 
 
@@ -51,7 +51,7 @@ def check(case: Case, device: str, backend: EdgeBackend) -> None:
         with keyed_noise(torch.tensor([7])), record_kl() as kl:
             output = layer(x, index)
         total = kl.total()
-        # the KL is that of a row: weighed like the output
+        # the KL of one row: weighted like the output
         gradients = torch.autograd.grad(output.square().sum() + case.nodes * total, parameters)
         results.append([y.detach().double() for y in (output, total, *gradients)])
     for ours, plain in zip(*results, strict=True):
@@ -72,7 +72,7 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
 
 
 def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend, ...]) -> None:
-    """Time every layer on one graph; on a GPU, those whose ratio counts as CUDA graphs too, what the device alone takes."""
+    """Time every layer on one graph; on a GPU, the compared ones also as CUDA graphs, which time the device alone."""
     measure = partial(suite.run_all, str(case), in_turns=device == "cuda" and case.edges <= SMALL)
     torch.manual_seed(0)
     index = torch.randint(0, case.nodes, (2, case.edges), device=device)
@@ -95,7 +95,7 @@ def _run_case(suite: Suite, case: Case, device: str, backends: tuple[EdgeBackend
 def training_step(layer: nn.Module, x: Tensor, index: Tensor, upstream: Tensor, with_kl: bool):
     """Return a call that runs a layer forward and backward once."""
     kl_weight = upstream.new_tensor(1e-3)
-    # as an optimiser has them: to look for them in the modules is no part of a layer's step
+    # collected once, as in an optimizer: finding them is not part of a layer's step
     parameters = list(layer.parameters())
 
     def step() -> None:

@@ -1,6 +1,6 @@
 """Measure, record, write: median and quantiles of a call, its peak memory, and the versions that produced them.
 
-A timing alone says nothing: every row carries the ratio to a baseline of the same run.
+A timing alone means little: every row has the ratio to a baseline of the same run.
 """
 
 import csv
@@ -10,17 +10,24 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-# on a GPU a turn is this many calls, if nothing else is said
+# calls of one measurement on a CPU, at most
+MOST_CALLS = 1000
+# calls per turn on a GPU by default
 CALLS_A_TURN = 4
-# and where the host sets the pace: rounds, and so many calls that it runs ahead as in training
+# where the host is the bottleneck: rounds, and enough calls per turn that it runs ahead as in training
 HOST_ROUNDS, HOST_CALLS_A_TURN = 11, 60
+# where the rows of a running suite are written, one by one
+_partial: ContextVar[Path | None] = ContextVar("partial", default=None)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,9 @@ class Row:
     commit: str
 
 
+COLUMNS = [item.name for item in fields(Row)]
+
+
 def measure(call: Callable[[], object], *, device: str, budget_ms: float = 200.0) -> tuple[float, float, float]:
     """Return (median, 20th, 80th percentile) of the call's time in milliseconds, after a warm-up.
 
@@ -55,10 +65,12 @@ def measure(call: Callable[[], object], *, device: str, budget_ms: float = 200.0
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     times: list[float] = []
-    while sum(times) < budget_ms or len(times) < 5:
+    spent = 0.0
+    while len(times) < 5 or (spent < budget_ms and len(times) < MOST_CALLS):
         start = clock()
         call()
         times.append((clock() - start) * 1e3)
+        spent += times[-1]
     return _quantiles(times)
 
 
@@ -78,7 +90,7 @@ def measure_in_turn(
 ) -> list[list[float]]:
     """Return the time in milliseconds of every call in every round, after a warm-up.
 
-    For ratios near 1, which a drift of the machine between two measurements would drown: the calls take turns, in
+    For ratios near 1, which would be lost in the machine's drift between two measurements: the calls take turns, in
     alternating order.
 
     Args:
@@ -132,7 +144,7 @@ def _replay(graph: torch.cuda.CUDAGraph, _call: Callable[[], object]) -> None:
 
 
 def peak_memory(call: Callable[[], object], *, device: str) -> float:
-    """Return the memory the call allocates at its peak beyond what was there before, in MiB."""
+    """Return the peak memory that the call allocates in addition to what was allocated before, in MiB."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -166,7 +178,7 @@ class Suite:
         return self._keep(case, provider, mode, (median, low, high), memory, median / baseline)
 
     def run_all(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, in_turns: bool) -> None:
-        """Measure calls one after the other; or in turns, where a host of varying speed sets the pace."""
+        """Measure calls one after the other; or in turns, where a host of varying speed is the bottleneck."""
         if in_turns:
             self.compare(case, mode, calls, rounds=HOST_ROUNDS, calls_a_turn=HOST_CALLS_A_TURN)
         else:
@@ -194,6 +206,9 @@ class Suite:
     ) -> Row:
         row = Row(self.name, case, provider, mode, *times, memory, ratio, **self._versions)
         self.rows.append(row)
+        path = _partial.get()
+        if path is not None:
+            _append(row, path)
         print(f"{case:24s} {mode:10s} {provider:22s} {times[0]:9.3f} ms  x{ratio:6.3f}  {memory:9.1f} MiB", flush=True)
         return row
 
@@ -211,14 +226,46 @@ def versions(device: str) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "triton": triton_version, "commit": commit.strip() or "unknown"}
 
 
+@contextmanager
+def keeping_rows(path: Path) -> Iterator[None]:
+    """Append every row to `path` as soon as it is measured: an interrupted run loses nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+    token = _partial.set(path)
+    try:
+        yield
+    finally:
+        _partial.reset(token)
+
+
+def _append(row: Row, path: Path) -> None:
+    with path.open("a", newline="", encoding="utf-8") as file:
+        csv.DictWriter(file, fieldnames=COLUMNS).writerow(_formatted(row))
+
+
+def _formatted(row: Row) -> dict[str, str]:
+    return {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in asdict(row).items()}
+
+
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     """Write the rows, all or nothing."""
-    records = [asdict(row) for row in rows]
+    records = [_formatted(row) for row in rows]
     if not records:
-        raise ValueError("rows is empty; allowed: at least one measurement")
+        raise ValueError("rows must hold at least one measurement, got none")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(records[0]))
+        writer = csv.DictWriter(file, fieldnames=COLUMNS)
         writer.writeheader()
-        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in records)
+        writer.writerows(records)
     os.replace(file.name, path)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Return the rows of a file that `write_csv` wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    numbers = {item.name for item in fields(Row) if item.type is float}
+    typed: list[dict[str, Any]] = [
+        {name: float(value) if name in numbers else value for name, value in row.items()} for row in rows
+    ]
+    return [Row(**row) for row in typed]

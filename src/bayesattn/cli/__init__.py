@@ -1,6 +1,6 @@
 """The command line: `bayesattn list | demo | train | evaluate | report | bench | doctor`. Parsing and printing only.
 
-An error of the user is one line on stderr and exit code 2; `--debug` shows the traceback instead.
+A user error is one line on stderr and exit code 2; `--debug` shows the traceback instead.
 """
 
 import sys
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_empty(arguments)
         with needs_extra("the command line", "cli"):
             from bayesattn.cli.commands import app
-        # the first word that is no option: what the user typed is better known than what it imports
+        # the first word that is not an option: users know the command they typed, not the package it imports
         command = next((word for word in arguments if not word.startswith("-")), "")
         with needs_extra(f"bayesattn {command}".strip(), "all"):
             code = app(arguments, prog_name="bayesattn", standalone_mode=False)
@@ -48,7 +48,7 @@ def _check_empty(arguments: Sequence[str]) -> None:
         option, equals, value = word.partition("=")
         if (word == "" and before not in TEXTS) or (word.startswith("--") and equals and not value and option not in TEXTS):
             place = f"the value of {option or before}" if (option or before).startswith("--") else "an argument"
-            raise ValueError(f"{place} is empty; leave it out, or give it a value")
+            raise ValueError(f"{place} is empty. Leave it out, or give it a value")
 
 
 def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
@@ -56,10 +56,10 @@ def _show_warning(message: Any, category: Any, filename: str, lineno: int, file:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Return one line and an exit code: 2 for what the user can put right, 1 for a defect of the program."""
+    """Return one line and an exit code: 2 for what the user can fix, 1 for a bug in the program."""
     # typer's usage errors carry their text in a method of this name
     text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
-    # names out of files may hold anything: no control character reaches the terminal, and no line is endless
+    # names from files may hold anything: remove control characters and cut long lines
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT // 2]} … {line[-LINE_LIMIT // 2 :]}"
     if isinstance(error, ValueError | OSError | MissingExtra) or hasattr(error, "format_message"):

@@ -1,4 +1,4 @@
-"""Which backends run here, found by asking each for a tiny forward pass."""
+"""Which backends run here, found by running a tiny forward pass with each."""
 
 from collections.abc import Callable, Iterator
 
@@ -34,8 +34,8 @@ def _state(probe: Callable[[str, Tensor], object], backend: str, device: str) ->
     # whatever is wrong with a driver or a compiler belongs in the table
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        # of a refusal the reason is enough: "backend is 'triton', but REASON; allowed here: …"
-        return text.removeprefix(f"backend is {backend!r}, but ").partition("; allowed here")[0]
+        # of a refusal the reason is enough: "backend 'triton' cannot be used here: REASON. Use …"
+        return text.removeprefix(f"backend {backend!r} cannot be used here: ").partition(". Use ")[0]
     return "works"
 
 
@@ -54,7 +54,7 @@ def _prior(backend: str, x: Tensor) -> None:
     if backend == "reference":
         prior.logits(x)
         return
-    # the prior chooses by itself and says nothing
+    # the prior chooses its backend by itself and does not report it
     if not HAS_TRITON:
         raise ValueError("triton is not installed")
     if x.device.type != "cuda" and not INTERPRETED:

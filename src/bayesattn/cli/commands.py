@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import sys
 from pathlib import Path
@@ -61,12 +62,12 @@ def list_recipes() -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for runs, figures and report.")] = Path("runs/demo"),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 3,
     samples: Annotated[int, typer.Option(min=2, help="Draws per prediction.")] = 20,
     epochs: Annotated[int | None, typer.Option(min=1, help="Override the number of epochs.")] = None,
 ) -> None:
-    """Train soft and Bayesian attention side by side on embedded data and compare them."""
-    for recipe, folder in (("graph", out / "graph"), ("digits", out)):
+    """Find the errors of ordinary models, then train soft and Bayesian attention side by side on embedded data."""
+    for recipe, folder in (("digits", out), ("graph", out / "graph")):
         demonstrate = registry.find(recipe).load("demo").run_demo
         demonstrate(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
 
@@ -102,10 +103,10 @@ def train(
     ] = None,
     data: DataOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write the log for TensorBoard.")] = False,
 ) -> None:
-    """Train one model and write its run folder; Ctrl-C saves, --resume goes on."""
+    """Train one model and write its run folder; Ctrl-C saves, --resume continues."""
     from bayesattn.cli.progress import is_first_process, show_steps
 
     found = registry.find(recipe)
@@ -118,7 +119,7 @@ def train(
                 chosen, out, on_progress, data=data, overwrite=overwrite, resume=resume, tensorboard=tensorboard
             )
     except KeyboardInterrupt as interrupt:
-        # one that a recipe raises after it has saved its run says how to go on; typer would swallow the message
+        # a recipe that has saved its run says how to continue; typer would swallow the message
         print(f"bayesattn: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         raise typer.Exit(getattr(interrupt, "exit_code", 130)) from None
     if is_first_process():
@@ -174,6 +175,58 @@ def evaluate(
 
 
 @app.command()
+def predict(
+    run: RunArgument,
+    text: Annotated[list[str] | None, typer.Option(help="The text, or the question; may be repeated.")] = None,
+    second: Annotated[
+        list[str] | None,
+        typer.Option(help="The second text of a pair, or the paragraph of a question; one for every --text."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="One input per line: JSON objects in a .jsonl file, else text, a tab before a second."),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Draws per answer; default: as many as `evaluate` used, or 20.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    method: Annotated[str | None, typer.Option(help="How to draw; default: the usual way of the run.")] = None,
+) -> None:
+    """Answer for new texts: label, probability, p-value, and whether to trust it.
+
+    The run has to be of a recipe that offers this, such as language. There an answer is trusted if its probability reaches
+    a threshold that `bayesattn evaluate` chose on validation data, for a stated error rate.
+
+    Without --text and --file, standard input is read as JSON lines with "text" and, for pairs, "second"; each is
+    answered before the next is read.
+    """
+    from bayesattn.cli.predict import answer_file, answer_lines, load_server, read_lines
+
+    texts, seconds = text or [], second or []
+    if texts and file is not None:
+        raise ValueError("both --text and --file are given. Use one of them, or neither for standard input")
+    if seconds and len(seconds) != len(texts):
+        given = "without --text" if not texts else f"{len(seconds)} times with {len(texts)} --text"
+        raise ValueError(f"--second is given {given}. Give one for every --text, or lines with two texts")
+    server = load_server(run, num_samples=samples, seed=seed, method=method)
+    if texts:
+        for answer in server.answer(list(zip(texts, seconds)) if seconds else [(one,) for one in texts]):
+            print(answer)
+        print(server.note)
+        return
+    if file is None:
+        answers = answer_lines(server, read_lines(sys.stdin, is_json=True))
+    else:
+        # a missing file must be an error before the first answer
+        lines = read_lines(file.read_text(encoding="utf-8").split("\n"), is_json=file.suffix == ".jsonl")
+        answers = answer_file(server, lines)
+    for answer in answers:
+        print(json.dumps(answer.to_dict(), ensure_ascii=False), flush=True)
+    # on stderr: another program may read the answers from stdout
+    print(server.note, file=sys.stderr)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Run folders to compare.")],
     out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the first run.")] = None,
@@ -203,29 +256,41 @@ def reproduce(
     ] = Path("runs/reproduce"),
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, for recipes that can.")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="Begin no run after this time, for recipes that can; run again to go on.")
+        float | None,
+        typer.Option(min=0.0, help="Begin no run after this time, for recipes that can; run again to continue."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Override a config value; may be repeated.")
     ] = None,
     noise: Annotated[str | None, typer.Option(help="Strengths of shifted test sets, for recipes that can.")] = None,
+    splits: Annotated[
+        int | None, typer.Option(min=1, help="Random splits in place of the public one, for recipes that can.")
+    ] = None,
+    from_csv: Annotated[
+        Path | None,
+        typer.Option(help="Train nothing: rebuild figure and table of the results page in this folder from its CSV files."),
+    ] = None,
 ) -> None:
-    """Train every variant with several seeds and print the paper's table beside ours."""
+    """Train every variant with several seeds and print the paper's table beside the results."""
+    if from_csv is not None:
+        page = registry.find(recipe).load("page").rebuild(from_csv)
+        console.print(f"page: {page}", soft_wrap=True)
+        return
     module = registry.find(recipe).load("reproduce")
     names, chosen = (None if text is None else text.split(",") for text in (only, variants))
-    given = {"jobs": jobs if jobs > 1 else None, "minutes": minutes, "settings": settings or None}
+    given = {"jobs": jobs if jobs > 1 else None, "minutes": minutes, "settings": settings or None, "splits": splits}
     given["noise"] = None if noise is None else _numbers("noise", noise)
     options = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(options.keys() - inspect.signature(module.reproduce).parameters.keys())
     if unknown:
-        raise ValueError(f"recipe {recipe!r} does not take {', '.join(unknown)}; leave the option out")
+        raise ValueError(f"recipe {recipe!r} does not take {', '.join(unknown)}. Leave the option out")
     table = module.reproduce(names, chosen, num_seeds=seeds, data=data, out=out, console=console, **options)
     console.print(f"table: {table}", soft_wrap=True)
 
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, conversion, eager, graph or model, or one that a recipe adds.")],
+    suite: Annotated[str, typer.Argument(help="attention, causal, doubt, graph or step, or one that a recipe adds.")],
     out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
@@ -247,11 +312,11 @@ def doctor() -> None:
 
 
 def _check_data(data: Path | None, recipe: registry.Recipe, config: dict[str, Any]) -> None:
-    """Refuse a --data that nothing would look into; the variable speaks to all recipes, and some need not listen."""
+    """Refuse a --data that would not be read; the environment variable is for all recipes, so it may go unused."""
     is_asked_for = data is not None and str(data) != os.environ.get(DATA_VARIABLE)
     if is_asked_for and not recipe.reads_files(config):
         raise ValueError(
-            f"data is {str(data)!r}, but recipe {recipe.name!r} reads no files with this config; leave --data out, or "
+            f"data is {str(data)!r}, but recipe {recipe.name!r} reads no files with this config. Leave --data out, or "
             "choose another data set"
         )
 
@@ -260,7 +325,7 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{name} is {text!r}; allowed: numbers separated by commas, as in 0,1,2") from None
+        raise ValueError(f"{name} must be numbers separated by commas, as in 0,1,2, got {text!r}") from None
 
 
 for recipe_with_commands in registry.installed().values():

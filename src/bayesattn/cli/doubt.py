@@ -1,4 +1,4 @@
-"""`bayesattn doubt`: the texts that a classifier in a local folder is least sure about, and why."""
+"""`bayesattn doubt`: the texts that a classifier in a local folder is least certain about, and why."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from bayesattn.optional import needs_extra
 if TYPE_CHECKING:
     from bayesattn.integrations.hf.doubt import TextDoubt
 
-# what a word's share of the variance must be to get the darkest shade
+# share of the variance at which a word gets the darkest shade
 DARKEST = 0.25
 
 
@@ -29,9 +29,9 @@ def read_texts(source: str) -> list[str | tuple[str, str]]:
             first, tab, second = line.partition("\t")
             texts.append((first, second) if tab else line)
     if not texts:
-        raise ValueError(f"{'standard input' if source == '-' else source} has no text; write one per line")
+        raise ValueError(f"{'standard input' if source == '-' else source} has no text. Write one per line")
     if len({isinstance(text, str) for text in texts}) > 1:
-        raise ValueError("some lines have a tab and some have none; give one text per line, or a pair per line, not both")
+        raise ValueError("some lines have a tab and some have none. Give one text per line, or a pair per line, not both")
     return texts
 
 
@@ -39,7 +39,7 @@ def doubt_of_folder(folder: Path, texts: list[str | tuple[str, str]], *, batch_s
     """Yield the doubt of every text under the sequence classifier in a folder; nothing is downloaded."""
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} has no config.json; give the folder of a Hugging Face model, as save_pretrained writes it"
+            f"{folder} has no config.json. Give the folder of a Hugging Face model, as save_pretrained writes it"
         )
     with needs_extra("bayesattn doubt", "hf"):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -35,12 +35,12 @@ def is_first_process() -> bool:
 def show_steps(description: str, console: Console, every: float = 30.0) -> Iterator[Callable[[int, int], None]]:
     """Open a display for one count of steps, and yield the function to call with steps done and to do.
 
-    In a terminal a bar; into a file, where a bar would be noise, a line with the rate and the time left now and then. Of
-    several processes the first one shows.
+    In a terminal it is a bar; in a file, an occasional line with the rate and the time left. Of several processes only the
+    first shows it.
 
     Args:
         description: What is counted.
-        console: Where to.
+        console: Where to print.
         every: Seconds between two lines.
     """
     if not is_first_process():
@@ -54,7 +54,7 @@ def show_steps(description: str, console: Console, every: float = 30.0) -> Itera
 
         def update(done: int, total: int) -> None:
             if display.tasks[task].total is None:
-                # a resumed run does not begin at 0, and what is done already says nothing about the rate
+                # a resumed run does not begin at 0, and the steps done before do not count for the rate
                 display.reset(task, total=total, completed=done - 1)
             display.update(task, completed=done)
 
@@ -62,10 +62,10 @@ def show_steps(description: str, console: Console, every: float = 30.0) -> Itera
 
 
 class RunDisplay:
-    """Shows which run of a table is under way: in a terminal a bar, into a file a line for every run.
+    """Shows which run of a table is in progress: in a terminal a bar, in a file a line per run.
 
     Args:
-        console: Where to.
+        console: Where to print.
         total: Runs of the table.
         bar: Of a terminal.
     """
@@ -82,7 +82,7 @@ class RunDisplay:
             self.bar.update(self.task, description=name)
 
     def advance(self, done: float | int) -> None:
-        """Show how many runs are done, a fraction for the one under way."""
+        """Show how many runs are done, with a fraction for the current one."""
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=done)
 
@@ -98,7 +98,7 @@ def show_runs(console: Console, total: int) -> Iterator[RunDisplay]:
 
 
 class _StepLines:
-    """Prints steps done, rate and time left, at most every so many seconds."""
+    """Prints steps done, rate and time left, at most once per given number of seconds."""
 
     def __init__(self, description: str, console: Console, every: float) -> None:
         self.description, self.console, self.every = description, console, every

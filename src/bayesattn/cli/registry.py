@@ -4,13 +4,15 @@
     mine = "my_package:RECIPE"                   # RECIPE = Recipe("mine", "what it does", package="my_package")
 
 A recipe is a package with a module `train` (`load_config`, `train_run`) and a folder `configs` of YAML files. These modules
-are optional: `evaluate` (`predict_run`), `reproduce` (`reproduce`), `demo` (`run_demo`) and `commands` (`register`, for
-commands of its own). A module is imported when it is used, because each recipe needs packages of its own.
+are optional: `evaluate` (`predict_run`), `serve` (`load`, for `bayesattn predict`), `reproduce` (`reproduce`), `demo`
+(`run_demo`) and `commands` (`register`, for commands of its own). A module is imported when it is used, because each recipe
+needs packages of its own.
 """
 
 import importlib
+import warnings
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ INSTALL = "pip install bayesattn-recipes (in a clone: pip install -e ./recipes)"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the command line needs to know of a recipe before it imports it.
+    """What the command line needs of a recipe before importing it.
 
     Attributes:
-        name: As `bayesattn train NAME` has it.
+        name: NAME of `bayesattn train NAME`.
         summary: One line for `bayesattn list`.
         package: Dotted name of the package.
         needs_files: Whether it reads data sets from files.
@@ -61,7 +63,7 @@ class Recipe:
             if error.name and error.name.partition(".")[0] in ("bayesattn", self.package.partition(".")[0]):
                 raise
             raise ValueError(
-                f"recipe {self.name!r} needs the package {error.name!r}; install it with: pip install {error.name}, or all "
+                f"recipe {self.name!r} needs the package {error.name!r}. Install it with: pip install {error.name}, or all "
                 "of them with: pip install 'bayesattn-recipes[all]'"
             ) from None
 
@@ -81,19 +83,33 @@ class Recipe:
 
 
 def installed() -> dict[str, Recipe]:
-    """Return the recipes of all installed packages, by name."""
-    return {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    """Return the recipes of all installed packages, by name; one that cannot be imported is left out with a warning."""
+    found = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = _load(entry)
+        except ValueError as error:
+            warnings.warn(f"{error}; it is left out", stacklevel=2)
+    return found
 
 
 def find(name: str) -> Recipe:
     """Return the recipe of this name.
 
     Raises:
-        ValueError: No such recipe is installed.
+        ValueError: No such recipe is installed, or it cannot be imported.
     """
-    found = installed()
-    if not found:
-        raise ValueError(f"recipe {name!r} is not installed, nor is any other; get the paper's with: {INSTALL}")
-    if name not in found:
-        raise ValueError(f"recipe is {name!r}; installed are {', '.join(map(repr, found))}")
-    return found[name]
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if not entries:
+        raise ValueError(f"recipe {name!r} is not installed, nor is any other. Get the paper's with: {INSTALL}")
+    if name not in entries:
+        raise ValueError(f"recipe must be one of {', '.join(map(repr, entries))}, got {name!r}")
+    return _load(entries[name])
+
+
+def _load(entry: EntryPoint) -> Recipe:
+    # an import runs the code of another package, which may fail in any way
+    try:
+        return entry.load()
+    except Exception as error:
+        raise ValueError(f"recipe {entry.name!r} cannot be imported from {entry.value!r}: {error}") from error

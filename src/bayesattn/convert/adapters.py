@@ -1,4 +1,4 @@
-"""Who can make which attention module Bayesian.
+"""The adapters that make attention modules Bayesian, one per kind of module.
 
 An adapter is a Python module with the functions of `Adapter`. One for torch ships here; those for transformers and
 torch_geometric live in `bayesattn.integrations` and are loaded only if the library in question is already imported: a model
@@ -38,7 +38,7 @@ class Candidate:
     Attributes:
         name: Its name in the model.
         module: The module itself.
-        adapter: Who claims it; None where nobody does.
+        adapter: The adapter that claims it, or None.
         problem: Why it cannot be converted; None where it can.
     """
 
@@ -55,14 +55,14 @@ class Candidate:
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What `bayesianize` and `restore` need to know about one kind of attention."""
+    """The functions that `bayesianize` and `restore` need for one kind of attention."""
 
     def find(self, model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-        """Return the names of the attention modules of this kind that are not Bayesian yet, and why one cannot become so."""
+        """Return the modules of this kind that are not Bayesian yet, by name, and why one cannot be converted."""
         ...
 
     def sizes(self, module: nn.Module) -> Sizes:
-        """Return for what sizes custom weights of a module are built."""
+        """Return the sizes for which custom weights of a module are built."""
         ...
 
     def refusal(self, weights: AttentionWeights) -> str | None:
@@ -105,7 +105,7 @@ def converted_modules(model: nn.Module) -> list[tuple[str, Adapter, BayesianModu
 
 
 def find_candidates(model: nn.Module, config: AttentionConfig, callers: Sequence[str] = ()) -> list[Candidate]:
-    """Return every attention module that is not Bayesian yet, in the model's order, including those nobody can convert.
+    """Return every attention module that is not Bayesian yet, in the model's order, even if it cannot be converted.
 
     `callers` names modules that are known to call `F.scaled_dot_product_attention`, though their source may not show it.
     """
@@ -125,7 +125,7 @@ def find_candidates(model: nn.Module, config: AttentionConfig, callers: Sequence
         and not any(_related(name, other) for other in taken)
     ]
     for name in unclaimed:
-        # of a wrapper and the attention inside it only the inner one is named
+        # of a wrapper and the attention inside it, only the inner one counts
         if not any(other != name and _is_inside(other, name) for other in unclaimed):
             problem = (
                 "its attention is its own code: neither torch's, nor PyG's, nor through transformers' registry; if it calls "

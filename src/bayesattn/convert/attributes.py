@@ -1,4 +1,4 @@
-"""Facts about a foreign attention module that its attributes give away: sizes of the heads, rate of the dropout."""
+"""Facts about a foreign attention module, read from its attributes: sizes of the heads, dropout rate."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ _DROPOUT = ("attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "d
 
 
 class Sizes(NamedTuple):
-    """What is built for an attention module: for keys of which width, how many heads, and where."""
+    """The sizes for which something is built: width of a key, number of heads, device and dtype."""
 
     head_dim: int | None
     num_heads: int
@@ -34,7 +34,7 @@ def sizes(module: nn.Module, head_dim: int | None = None, num_heads: int | None 
 
 
 def key_dim(module: nn.Module) -> int | None:
-    """Return the features of a key of one head; None where no attribute tells."""
+    """Return the features of a key of one head; None where no attribute has it."""
     direct = _first(module, _HEAD_DIM)
     if direct is not None:
         return direct
@@ -43,7 +43,7 @@ def key_dim(module: nn.Module) -> int | None:
 
 
 def num_key_heads(module: nn.Module) -> int | None:
-    """Return the number of key heads, from the module or its config; None where neither tells."""
+    """Return the number of key heads, from the module or its config; None where neither has it."""
     for owner in (module, getattr(module, "config", None)):
         found = _first(owner, _KEY_HEADS)
         if found is not None:
@@ -52,7 +52,7 @@ def num_key_heads(module: nn.Module) -> int | None:
 
 
 def dropout_rate(module: nn.Module) -> float | None:
-    """Return the rate of the dropout on attention weights; None where no attribute tells."""
+    """Return the rate of the dropout on attention weights; None where no attribute has it."""
     for name in _DROPOUT:
         value: Any = getattr(module, name, None)
         value = value.p if isinstance(value, nn.Dropout) else value

@@ -1,4 +1,4 @@
-"""`bayesianize` and `restore`: check everything, then change the model, or change nothing."""
+"""`bayesianize` and `restore`: everything is checked before the model changes."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -31,7 +31,7 @@ def bayesianize(
     In eval mode the converted model computes exactly what it computed before. In train mode, and inside
     `sampling(model)`, attention weights are drawn; `record_kl()` collects the KL of every call. `conversion_report(model)`
     says what was converted and how many parameters were added: BAM-WC and BAM-LC add one small prior network per attention
-    module, everything else none. Build the optimizer afterwards, or it does not have the priors.
+    module, everything else none. Build the optimizer afterwards, or it will not train the priors.
 
     On a pretrained model the default noise, k = 5, changes almost nothing when drawn: the mutual information of a
     classifier's draws is 0.001 to 0.003 nats. `tune_noise` chooses the noise on validation data.
@@ -40,7 +40,7 @@ def bayesianize(
         model: A model of torch (`nn.MultiheadAttention`, `nn.Transformer*`, modules that call
             `F.scaled_dot_product_attention`), transformers or PyTorch Geometric, or a mixture.
         config: What is random.
-        weights: Instead of a config, what builds the object that takes the place of softmax and average
+        weights: Instead of a config, a function that builds the object that replaces softmax and average
             (`nn/custom_weights.py`); called once per attention module with `head_dim`, `num_heads`, `device`, `dtype`.
         layers: Convert only these: names or glob patterns (`"*.encoder.*"`), or positions in the model's order of
             attention modules; None means all.
@@ -54,12 +54,19 @@ def bayesianize(
     Raises:
         ValueError: Nothing can be converted, or something that was not excluded cannot; the message names the modules.
             The model is unchanged.
+
+    Example:
+        >>> model = bayesianize(nn.TransformerEncoderLayer(8, 2, 16), AttentionConfig("BAM-WC"))
+        >>> sum(parameter.numel() for name, parameter in model.named_parameters() if "bayes" in name) > 0
+        True
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {type(model).__name__}; allowed: a torch.nn.Module")
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     stated = checked_config(config, weights)
     if isinstance(weights, nn.Module) or (weights is not None and not callable(weights)):
-        raise ValueError(f"weights is a {type(weights).__name__}; allowed: a function that builds one per attention module")
+        raise ValueError(
+            f"weights must be a function that builds one object per attention module, got {type(weights).__name__}"
+        )
     already = converted_modules(model)
     if already:
         raise ValueError(
@@ -69,7 +76,7 @@ def bayesianize(
     candidates = find_candidates(model, stated, () if example_inputs is None else sdpa.callers(model, example_inputs))
     if not candidates:
         raise ValueError(
-            f"model is a {type(model).__name__} in which no attention was found; allowed: a model with "
+            f"model is a {type(model).__name__} in which no attention was found. Give a model with "
             "nn.MultiheadAttention, a transformers model whose attention goes through its AttentionInterface, GATConv, "
             "GATv2Conv or TransformerConv of PyTorch Geometric, or modules that call F.scaled_dot_product_attention"
             + ("; if the source does not show that call, give one batch as example_inputs" if example_inputs is None else "")
@@ -108,12 +115,16 @@ def restore(model: Model) -> Model:
 
     Raises:
         ValueError: The model has no converted attention.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16)
+        >>> names = list(model.state_dict())
+        >>> restore(bayesianize(model, AttentionConfig("BAM-WC"))) is model and list(model.state_dict()) == names
+        True
     """
     converted = converted_modules(model)
     if not converted:
-        raise ValueError(
-            f"model is a {type(model).__name__} without converted attention; allowed: one that bayesianize changed"
-        )
+        raise ValueError(f"model is a {type(model).__name__} without converted attention. Give one that bayesianize changed")
     for name, adapter, _ in converted:
         adapter.detach(model, name)
     return model
@@ -143,7 +154,7 @@ def _select(candidates: list[Candidate], layers: Selection | None, exclude: Sele
 
 def _positions(argument: str, selection: Selection, candidates: list[Candidate]) -> set[int]:
     if isinstance(selection, str) or not isinstance(selection, Sequence):
-        raise ValueError(f"{argument} is {selection!r}; allowed: a list of names, glob patterns or positions")
+        raise ValueError(f"{argument} must be a list of names, glob patterns or positions, got {selection!r}")
     found: set[int] = set()
     for entry in selection:
         if isinstance(entry, str):
@@ -164,7 +175,7 @@ def _raise_on_problems(model: nn.Module, candidates: list[Candidate], selected: 
     broken = [candidate for candidate in selected if candidate.problem is not None]
     if not broken:
         return
-    # one line per class and reason: a model of 48 equal layers has one problem, not 48
+    # one line per class and reason, not one per layer
     reasons: dict[tuple[str, str], list[str]] = {}
     for candidate in broken:
         reasons.setdefault((candidate.kind, str(candidate.problem)), []).append(candidate.name)

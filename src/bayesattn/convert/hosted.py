@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
+from bayesattn.convert.masks import as_band
 from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.noise.streams import NoiseStream
-from bayesattn.ops.attention import reference
+from bayesattn.ops.attention import observers, reference
+from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.precision import upcast, without_autocast
 
 CHILD_NAME = "bayes"
@@ -20,15 +22,15 @@ CHILD_NAME = "bayes"
 class HostedAttention(BayesianModule):
     """Samples attention for the module it is a child of.
 
-    The config travels in the state_dict as a buffer of JSON bytes. So any checkpoint of the host, whoever writes it,
-    says what was Bayesian about it (`load_bayesian` reads it), and a checkpoint of another config is refused.
+    The config travels in the state_dict as a buffer of JSON bytes. So every checkpoint of the host holds it (`load_bayesian`
+    reads it), and a checkpoint with another config is refused.
 
     Args:
         config: What is random; None where `weights` are given.
         key_dim: Features of a key of one head.
         num_heads: Heads of the keys.
         name: Of the module it is a child of, in its model.
-        weights: What takes the place of softmax and average.
+        weights: An object that replaces softmax and average.
     """
 
     settings: Tensor
@@ -70,7 +72,7 @@ class HostedAttention(BayesianModule):
 
     @property
     def wakes_dropout(self) -> bool:
-        """Whether the host's dropout of weights counts though eval mode leaves it out."""
+        """Whether the host's dropout of weights is active even in eval mode."""
         has_own = self.bayes_weights is not None and self.bayes_weights.has_own_dropout
         return self.drops_in_eval and not self.training and not has_own
 
@@ -88,22 +90,31 @@ class HostedAttention(BayesianModule):
         softcap: float | None = None,
         need_weights: bool = False,
         key_offset: int = 0,
+        window: int | None = None,
     ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"] | None]:
         """Return output and, if asked for, weights of one draw; the KL goes to the open `record_kl()` scope.
 
         `key_offset` is the position of the first key in its sequence, where a sliding window's cache has dropped earlier
-        ones; it matters for noise that belongs to a sequence.
+        ones; it matters for noise that belongs to a sequence. `window` is the length of the host's window. The mask has it
+        already; the kernels get it where the mask has nothing else.
         """
+        if self.is_observed:
+            options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
+            observers.note_attention(self, query, key, **options)
         if self.bayes_weights is not None:
             return self._attend_custom(
                 query, key, value, mask=mask, bias=bias, is_causal=is_causal, scale=scale, softcap=softcap,
                 dropout_p=dropout_p, need_weights=need_weights,
             )  # fmt: skip
         if softcap is None and self.stream is None and not need_weights:
+            if bias is None and not is_causal and (query.is_cuda or INTERPRETED):
+                mask, is_causal, window = as_band(mask, window)
+            else:
+                window = None
             log_prior = self._log_prior(key, mask, query.shape[1])
             output, kl = functional.attention(
                 query, key, value, config=self.config, log_prior=log_prior, mask=mask, bias=bias, is_causal=is_causal,
-                scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
+                window=window, scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
             )  # fmt: skip
             return self.record(output, kl), None
         with without_autocast(query.device.type):
@@ -115,10 +126,10 @@ class HostedAttention(BayesianModule):
         return self.record(output, kl), weights.to(query.dtype) if need_weights else None
 
     def _attend_custom(self, query, key, value, *, dropout_p, need_weights, **options) -> tuple[Tensor, Tensor | None]:
-        """Attend as `attend` does, with what takes the softmax's place in the middle."""
+        """Attend as `attend` does, with the custom weights in place of the softmax."""
         if self.stream is not None:
             raise ValueError(
-                f"weights are {self.bayes_weights.name!r}, whose noise belongs to no sequence; allowed for generation: "
+                f"weights are {self.bayes_weights.name!r}, whose noise belongs to no sequence; generation works with "
                 f"{', '.join(map(repr, AttentionConfig.allowed_variants))}"
             )
         with without_autocast(query.device.type):
@@ -139,9 +150,11 @@ class HostedAttention(BayesianModule):
         scale: float,
         softcap: float | None = None,
     ) -> Float[Tensor, "b h m dv"]:
-        """Return the output that the host computed without sampling; its KL and sensitivity go to the open scopes."""
+        """Return the output that the host computed without sampling; KL, sensitivity, statistics go to the open scopes."""
+        options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
+        if self.is_observed:
+            observers.note_attention(self, query, key, **options)
         if self.is_measured:
-            options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
             output = sensitivity.through_attention(output, query, key, value, self, **options)
         if not self.needs_kl:
             return output
@@ -166,7 +179,7 @@ class HostedAttention(BayesianModule):
         options = {"config": self.config, "sample": self.is_sampling, "need_kl": False}
         if self.stream is None:
             return functional.attention_weights(scores, mask=mask, **options)[0]
-        # one seed per query row: with rows on the batch axis, a row's noise does not depend on what it is computed with
+        # one seed per query row: with rows on the batch axis, the noise of a row does not depend on the other rows
         b, h, m, n = scores.shape
         rows = scores.transpose(1, 2).reshape(b * m, h, 1, n)
         if mask is None:
@@ -190,16 +203,18 @@ class HostedAttention(BayesianModule):
             return None
         key_heads, valid = key.shape[1], None
         if mask is not None:
-            valid = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)).any(dim=-2)
+            mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+            valid = mask.squeeze(-2) if mask.shape[-2] == 1 else mask.any(dim=-2)
             if valid.shape[1] not in (1, key_heads):
-                # a mask per query head, keys shared by groups of them: a key counts if any head of its group sees it
+                # a mask per query head, keys shared by groups of them: a key counts if any head of its group may attend to
+                # it
                 valid = valid.unflatten(1, (key_heads, -1)).any(dim=2)
             valid = valid.expand(*valid.shape[:2], key.shape[2])
         prior = self.bayes_prior(key, valid)
         return prior if num_heads == key_heads else prior.repeat_interleave(num_heads // key_heads, dim=1)
 
     def record(self, output: Tensor, kl: Float[Tensor, " w"] | None) -> Tensor:
-        """Record the KL per example of the model, of which one may have become several entries of the batch (windows)."""
+        """Record the KL per example of the model; an example may have become several entries of the batch (windows)."""
         examples = None if self.batch is None else self.batch.examples
         if kl is not None and examples is not None and kl.shape[0] > examples and kl.shape[0] % examples == 0:
             parts = kl.view(examples, -1)
@@ -222,7 +237,7 @@ class HostedAttention(BayesianModule):
 
 
 class Batch:
-    """Notes how many examples a model is called with: windows (Swin) and channels (PatchTST) make more entries of one.
+    """Notes the number of examples in a call: windows (Swin) or channels (PatchTST) become several entries of a batch.
 
     `note` is registered as a forward pre-hook of the model that cuts them.
     """
@@ -239,7 +254,7 @@ class Batch:
 
 
 def settings_of(part: BayesianModule) -> dict[str, Any]:
-    """Return what a Bayesian module is as plain values: its config, or under `weights` the settings of custom weights."""
+    """Return plain values that describe a Bayesian module: its config, or under `weights` the settings of custom weights."""
     return part.config.to_dict() if part.bayes_weights is None else {"weights": part.bayes_weights.settings()}
 
 
@@ -249,5 +264,5 @@ def encode_settings(values: dict[str, Any]) -> Tensor:
 
 
 def decode_settings(settings: Tensor) -> dict[str, Any]:
-    """Return the values behind `encode_settings`' bytes."""
+    """Return the values that `encode_settings` encoded."""
     return json.loads(bytes(settings.tolist()).decode())

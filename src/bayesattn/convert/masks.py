@@ -6,8 +6,8 @@ from torch import Tensor
 
 from bayesattn.ops.attention.masking import look_once, split_bias
 
-# where a mask remembers what `key_padding` found
-_MEMO = "_bayesattn_is_one_row"
+# attributes of a mask that store the results of `key_padding` and `as_band`
+_MEMO, _BAND_MEMO, _KEYS = "_bayesattn_is_one_row", "_bayesattn_is_band", "_bayesattn_keys"
 
 
 def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[Tensor, "..."] | None]:
@@ -20,7 +20,7 @@ def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[T
         return mask, None
     if not mask.is_floating_point():
         raise ValueError(
-            f"the attention mask is {mask.dtype}; allowed: torch.bool (True = attend) or floating-point (additive)"
+            f"the attention mask must be torch.bool (True = attend) or floating-point (additive), got {mask.dtype}"
         )
     return split_bias(mask)
 
@@ -33,13 +33,40 @@ def combine_bias(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"]:
-    """Return a mask as one row where all its rows are equal: a mask of keys, which costs much less, on a GPU above all.
+    """Return a mask as one row where all its rows are equal: a mask of keys, which costs much less, above all on a GPU.
 
-    Whether they are is looked up once for a mask, not once a layer: on a GPU the host has to wait for the answer. While a
-    compiler or a recording of CUDA launches is at work nobody can wait, and the mask stays as it is.
+    This is looked up once per mask, not once per layer, because on a GPU the host has to wait for the answer. During
+    compilation or CUDA-graph capture it cannot wait, and the mask stays as it is.
     """
     if mask.shape[2] == 1 or mask.numel() == 0:
         return mask
     if mask.stride(2) == 0:
         return mask[:, :, :1]
     return mask[:, :, :1] if look_once(mask, _MEMO, lambda given: (given == given[:, :, :1]).all()) else mask
+
+
+def as_band(
+    mask: Bool[Tensor, "b h m n"] | None, window: int | None = None
+) -> tuple[Bool[Tensor, "b h #m n"] | None, bool, int | None]:
+    """Return (mask, is_causal, window) equivalent to a mask; a causal one becomes a mask of keys and two numbers.
+
+    Kernels skip what lies above the diagonal or before a window, and the KL of such a mask needs no sums over entries. As in
+    `key_padding`, a mask is looked up once, and stays as it is where the host cannot wait for the answer.
+
+    Args:
+        mask: Which entries exist.
+        window: Keys per query, if the model specifies it.
+    """
+    if mask is None or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or mask.shape[2] == 1:
+        return mask, False, None
+
+    def is_band(given: Tensor) -> Tensor:
+        triangle = torch.ones(given.shape[2:], dtype=torch.bool, device=given.device).tril()
+        keys = given.any(dim=2, keepdim=True)
+        setattr(given, _KEYS, keys)
+        return (given == (triangle if window is None else triangle.triu(1 - window)) & keys).all()
+
+    # the answer depends on the window
+    if not look_once(mask, f"{_BAND_MEMO}_{window}", is_band):
+        return mask, False, None
+    return getattr(mask, _KEYS), True, window

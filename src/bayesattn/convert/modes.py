@@ -1,4 +1,4 @@
-"""Eval mode for a while."""
+"""Temporary eval mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode and every module back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
+        if any(mode for _, mode in modes):
+            model.eval()
         yield
     finally:
-        # one by one: train() would also wake parts that their owner keeps in eval mode
+        # one by one: train() would also switch on parts that their owner keeps in eval mode
         for module, mode in modes:
-            module.training = mode
+            if module.training is not mode:
+                module.training = mode

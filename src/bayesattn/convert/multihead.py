@@ -13,7 +13,7 @@ from bayesattn.convert import attributes
 from bayesattn.convert.attributes import Sizes
 from bayesattn.nn import AttentionWeights, BayesianModule, MultiheadAttention
 
-# `recording` notes the last one on the module, if it ever recorded
+# `kl` sets the last one on the module when it records
 _ADDED = ("config", "samples_in_eval", "drops_in_eval", "kl_name", "is_converted", "_recorded_last")
 
 
@@ -32,7 +32,7 @@ def sizes(module: Any) -> Sizes:
 
 
 def refusal(weights: AttentionWeights) -> None:
-    """Refuse no custom weights: scores, keys and values are all there."""
+    """Accept all custom weights: scores, keys and values are available."""
     return
 
 

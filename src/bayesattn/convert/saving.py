@@ -1,85 +1,101 @@
-"""Save what a conversion added, or the whole model: weights as safetensors, everything else as JSON. No pickles."""
+"""Save what a conversion added, or the whole model: weights as safetensors, everything else as JSON. No pickles.
+
+A saved model is a folder, here or as a repository on the Hugging Face Hub.
+"""
 
 import json
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.convert import sdpa
+from bayesattn.convert import hub, sdpa
 from bayesattn.convert.adapters import converted_modules, find_candidates
 from bayesattn.convert.bayesianize import attach_selected, restore
-from bayesattn.convert.hosted import CHILD_NAME, decode_settings, settings_of
+from bayesattn.convert.card import MeasuredUncertainty, write_card
+from bayesattn.convert.hosted import settings_of
+from bayesattn.convert.saved import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, SavedModel, describe, read_folder
 from bayesattn.convert.state import prior_tensors, separate, shared, unwrapped, whole_state, without_wrappers
 from bayesattn.files import replacing
 from bayesattn.nn import WeightsFactory
-
-CONFIG_FILE = "bayesattn_config.json"
-WEIGHTS_FILE = "bayesattn.safetensors"
-FORMAT_VERSION = 1
 
 _log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What a folder holds: what every Bayesian module is, and the tensors of the priors or of the whole model."""
-
-    settings: dict[str, dict[str, Any]]
-    weights: dict[str, Tensor]
-    whole: bool = False
-    callers: tuple[str, ...] = ()
-
-    @cached_property
-    def custom(self) -> dict[str, dict[str, Any]]:
-        """Settings of custom weights, by module."""
-        return {name: values["weights"] for name, values in self.settings.items() if "weights" in values}
-
-    @cached_property
-    def configs(self) -> dict[str, AttentionConfig]:
-        """Configs of the other modules."""
-        return {name: AttentionConfig.from_dict(v) for name, v in self.settings.items() if name not in self.custom}
-
-
-def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bool = False) -> None:
+def save_bayesian(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    whole: bool = False,
+    measured: MeasuredUncertainty | None = None,
+    push_to_hub: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    private: bool = True,
+    endpoint: str | None = None,
+) -> str | None:
     """Write the config of every Bayesian attention module and the weights of the priors, or all weights, into `folder`.
 
-    Without `whole` the host's own weights are not written, and a line of the log says so: fine-tuned ones would be lost.
+    Without `whole` the host's own weights are not written, which is logged, because fine-tuned ones would be lost.
     A transformers host may also be saved with its own `save_pretrained`, which then holds everything. `load_bayesian`
-    reads each of the three.
+    reads each of the three. A model card, README.md, says how to load the model; in an existing README.md, only this
+    library's section is written.
 
     Args:
         model: A model that `bayesianize` changed.
         folder: Created if missing.
         whole: Write the model's whole state_dict, a tensor that several names share (tied weights) once.
+        measured: How well the model's doubt finds its errors, for the model card.
+        push_to_hub: A repository `owner/name` on the Hugging Face Hub, created if missing. It gets the folder's safetensors,
+            JSON and text files, those of the host's `save_pretrained` in the same folder included; never a pickle.
+        revision: The branch to push to, created if missing; None is `main`.
+        token: With write access, as for `huggingface_hub`; None is the one of `hf auth login`.
+        private: Whether a repository that is created is private. An existing one is not changed.
+        endpoint: URL of another Hub; None is the public one, or HF_ENDPOINT.
+
+    Returns:
+        The URL of the commit where something was pushed, else None.
 
     Raises:
-        ValueError: The model cannot be saved, or the priors alone would replace a whole model; nothing is written.
+        ValueError: The model cannot be saved, or the priors alone would replace a whole model; nothing is written. Or the
+            Hub refused; then the folder is written.
+
+    Example:
+        >>> import tempfile
+        >>> from bayesattn.convert import bayesianize
+        >>> model = bayesianize(nn.TransformerEncoderLayer(8, 2, 16), AttentionConfig("BAM-WC"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_bayesian(model, folder, whole=True)
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ...     loaded = load_bayesian(nn.TransformerEncoderLayer(8, 2, 16), folder)
+        ['README.md', 'bayesattn.safetensors', 'bayesattn_config.json']
+        >>> torch.equal(loaded.linear1.weight, model.linear1.weight)
+        True
     """
     is_adapted = hasattr(without_wrappers(model), "get_base_model")
     model, folder = unwrapped(model), Path(folder)
     converted = converted_modules(model)
     if not converted:
         raise ValueError(
-            f"model is a {type(model).__name__} without converted attention; allowed: one that bayesianize changed"
+            f"model is a {type(model).__name__} without Bayesian attention. Call bayesianize(model, config) first"
         )
+    if push_to_hub is not None:
+        hub.check_repository(push_to_hub)
+    elif (revision, token, endpoint) != (None, None, None):
+        raise ValueError("revision, token and endpoint are for the Hub. Give push_to_hub='owner/name' as well")
     if whole and is_adapted:
         raise ValueError(
             "whole is True for a PEFT model; save its adapter with save_pretrained and the priors without whole, "
             "or call merge_and_unload() first"
         )
-    if not whole and (folder / CONFIG_FILE).exists() and _describe(folder / CONFIG_FILE).get("whole"):
+    if not whole and (folder / CONFIG_FILE).exists() and describe(folder / CONFIG_FILE).get("whole"):
         raise ValueError(
             f"{folder} holds a whole model, whose weights the priors alone would replace; "
             "choose another folder, or give whole=True"
@@ -97,7 +113,7 @@ def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bo
         "whole": whole,
         "modules": {name: settings_of(part) for name, _, part in converted},
         "shared": aliases,
-        # modules that only a run of the model has shown to attend (`example_inputs` of bayesianize)
+        # modules whose attention was found only by running the model (`example_inputs` of bayesianize)
         "callers": [
             name for name, adapter, _ in converted if adapter is sdpa and not sdpa.is_shown(model.get_submodule(name))
         ],
@@ -116,26 +132,55 @@ def save_bayesian(model: nn.Module, folder: str | os.PathLike[str], *, whole: bo
             "if those were trained, write save_bayesian(model, folder, whole=True)",
             f"{num_priors:,}", folder, f"{others:,}",
         )  # fmt: skip
+    variants = [part.config.variant if part.bayes_weights is None else part.bayes_weights.name for _, _, part in converted]
+    write_card(folder, type(model).__name__, variants, push_to_hub or str(folder.name), measured)
+    if push_to_hub is None:
+        return None
+    return hub.push(folder, push_to_hub, revision=revision, token=token, private=private, endpoint=endpoint)
 
 
-def load_bayesian(model: Model, folder: str | os.PathLike[str], *, weights: WeightsFactory | None = None) -> Model:
+def load_bayesian(
+    model: Model,
+    folder: str | os.PathLike[str],
+    *,
+    weights: WeightsFactory | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+) -> Model:
     """Make `model` Bayesian as the one saved in `folder` was: priors included, and all weights if they were saved.
 
     Args:
         model: The deterministic model, or one converted in the same places (its priors are overwritten). With a whole
             model in the folder, all its weights are overwritten, so it may come fresh from its config.
         folder: Written by `save_bayesian`, or by `save_pretrained` of a converted transformers model; of the latter only
-            the Bayesian part is read, since `from_pretrained` reads the rest.
+            the Bayesian part is read, since `from_pretrained` reads the rest. Where there is no such folder, `owner/name`
+            is a repository on the Hugging Face Hub (extra `hf`), fetched into its cache.
         weights: What built the custom weights of the saved model, as for `bayesianize`; it has to build them with the
             settings that were saved.
+        revision: Branch, tag or commit of the repository.
+        token: For a private repository, as for `huggingface_hub`; None is the one of `hf auth login`.
+        endpoint: URL of another Hub; None is the public one, or HF_ENDPOINT.
 
     Raises:
-        ValueError: The folder holds nothing of ours, or it does not fit the model; the model is unchanged.
+        ValueError: There is neither such a folder nor such a repository, it holds no Bayesian model, or it does not fit
+            this one; the model is unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> import bayesattn as ba
+        >>> model = ba.bayesianize(nn.TransformerEncoderLayer(8, 2, 16), ba.AttentionConfig("BAM-WC"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_bayesian(model, folder, whole=True)
+        ...     loaded = load_bayesian(nn.TransformerEncoderLayer(8, 2, 16), folder)
+        >>> bool((loaded.linear1.weight == model.linear1.weight).all())
+        True
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"folder is {str(folder)!r}, which is not a folder")
-    saved = _read_own(folder) if (folder / CONFIG_FILE).exists() else _read_host_checkpoint(folder)
+    where, wanted = folder, ((CONFIG_FILE, WEIGHTS_FILE), ("*.safetensors",))
+    folder = hub.find_folder(where, wanted, revision=revision, token=token, endpoint=endpoint)
+    if folder != Path(where) and not (folder / CONFIG_FILE).exists() and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"the repository {where} holds neither {CONFIG_FILE} nor a safetensors file")
+    saved = read_folder(folder)
     host = unwrapped(model)
     _check_weights(saved, weights)
     missing = sorted({*saved.settings, *saved.callers} - {name for name, _ in host.named_modules()})
@@ -160,19 +205,19 @@ def load_bayesian(model: Model, folder: str | os.PathLike[str], *, weights: Weig
     return model
 
 
-def _check_weights(saved: _Saved, weights: WeightsFactory | None) -> None:
-    """Raise where the folder has custom weights and nothing builds them, or the other way round."""
+def _check_weights(saved: SavedModel, weights: WeightsFactory | None) -> None:
+    """Raise where the folder has custom weights and `weights` is not given, or the other way round."""
     if saved.custom and weights is None:
         name, settings = next(iter(saved.custom.items()))
         raise ValueError(
-            f"{name} was saved with custom weights {settings}, which this library does not build; give what built them: "
+            f"{name} was saved with custom weights {settings}, which this library does not build. Give what built them: "
             "load_bayesian(model, folder, weights=...)"
         )
     if saved.configs and weights is not None:
-        raise ValueError(f"weights is given, and {next(iter(saved.configs))} was saved with a config; allowed: None")
+        raise ValueError(f"weights is given, and {next(iter(saved.configs))} was saved with a config. Leave weights out")
 
 
-def _convert(model: nn.Module, saved: _Saved, weights: WeightsFactory | None) -> None:
+def _convert(model: nn.Module, saved: SavedModel, weights: WeightsFactory | None) -> None:
     """Convert the named modules, all with one config at first."""
     configs, callers = saved.configs, saved.callers
     if saved.custom:
@@ -191,14 +236,14 @@ def _shape_of_prior(config: AttentionConfig) -> tuple[Any, ...] | None:
     return (config.prior_hidden_dim, config.prior_per_head) if config.prior_kind == "contextual" else None
 
 
-def _load(model: nn.Module, saved: _Saved) -> None:
+def _load(model: nn.Module, saved: SavedModel) -> None:
     """Check every tensor against its place, then copy them all."""
     parts = {name: part for name, _, part in converted_modules(model)}
     for name, part in parts.items():
         own = None if part.bayes_weights is None else part.bayes_weights.settings()
         if own != saved.custom.get(name):
             raise ValueError(
-                f"{name} has the custom weights {own} in the model and {saved.custom.get(name)} in the file; allowed: one"
+                f"{name} has the custom weights {own} in the model and {saved.custom.get(name)} in the file; they must agree"
             )
     targets: dict[str, Tensor] = {}
     if saved.whole:
@@ -229,73 +274,6 @@ def _load(model: nn.Module, saved: _Saved) -> None:
         parts[name].config = config
 
 
-def _read_own(folder: Path) -> _Saved:
-    path = folder / CONFIG_FILE
-    description = _describe(path)
-    try:
-        version = description["format"]
-        settings = {str(name): dict(values) for name, values in description["modules"].items()}
-        _ = _Saved(settings, {}).configs  # raises on a broken one
-        whole, aliases = bool(description.get("whole", False)), dict(description.get("shared", {}))
-        callers = tuple(map(str, description.get("callers", ())))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _not_ours(path, error) from error
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format {version!r}; allowed: {FORMAT_VERSION}")
-    if not (folder / WEIGHTS_FILE).exists():
-        raise ValueError(f"{folder} has {CONFIG_FILE} but not {WEIGHTS_FILE}")
-    weights = _read_tensors(folder / WEIGHTS_FILE, lambda key: True)
-    lost = sorted(set(aliases.values()) - set(weights))
-    if lost:
-        raise ValueError(f"{folder / WEIGHTS_FILE} lacks {lost[:8]}, which {CONFIG_FILE} says are shared")
-    return _Saved(settings, weights | {key: weights[first] for key, first in aliases.items()}, whole, callers)
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _not_ours(path, error) from error
-    if not isinstance(description, dict):
-        raise _not_ours(path, TypeError(f"it holds a {type(description).__name__}"))
-    return description
-
-
-def _not_ours(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is not a file that save_bayesian wrote: {type(error).__name__}: {error}")
-
-
-def _read_host_checkpoint(folder: Path) -> _Saved:
-    """Pick our tensors out of a host's own checkpoint, in one file or in shards."""
-    marker = f".{CHILD_NAME}."
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(_read_tensors(path, lambda key: marker in f".{key}"))
-    settings: dict[str, dict[str, Any]] = {}
-    weights: dict[str, Tensor] = {}
-    for key, value in tensors.items():
-        host, _, rest = f".{key}".rpartition(marker)
-        host = host.lstrip(".")
-        if rest == "settings":
-            settings[host] = decode_settings(value)
-        else:
-            weights[f"{host}.{rest.removeprefix('bayes_prior.')}".lstrip(".")] = value
-    if not settings:
-        raise ValueError(
-            f"{folder} holds neither {CONFIG_FILE} nor a checkpoint of a converted transformers model; allowed: a folder "
-            "written by save_bayesian, or by save_pretrained of a Bayesian model"
-        )
-    return _Saved(settings, weights)
-
-
-def _read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118  (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-
-
 def _has_other_weights(folder: Path) -> bool:
-    """Whether the host was saved beside: a checkpoint of a Trainer, of `save_pretrained` or of PEFT."""
+    """Whether the host's weights are in the same folder: a checkpoint of a Trainer, of `save_pretrained` or of PEFT."""
     return any(path.name != WEIGHTS_FILE for path in folder.glob("*.safetensors")) or any(folder.glob("*.bin"))

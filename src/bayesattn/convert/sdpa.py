@@ -80,7 +80,7 @@ def is_shown(module: nn.Module) -> bool:
 
 
 def refusal(weights: AttentionWeights) -> None:
-    """Refuse no custom weights: scores, keys and values are all there."""
+    """Accept all custom weights: scores, keys and values are available."""
     return
 
 
@@ -120,7 +120,7 @@ class _Intercepting(nn.Module):
 
 @cache
 def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
-    # same name: code that looks at class names, and print(model), see what they saw before
+    # same name, so that code that looks at class names, and print(model), see no change
     return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
 
 
@@ -164,13 +164,13 @@ class SampledAttention(TorchFunctionMode):
     ) -> Tensor:
         child = self.child
         lead = query.shape[:-3]
-        # torch allows any number of leading axes; ours is one
+        # torch allows any number of leading axes, this library one
         batched = [x.reshape(-1, *x.shape[-3:]) if x.ndim >= 3 else x[None, None] for x in (query, key, value)]
         mask, bias = split_mask(attn_mask if attn_mask is None or attn_mask.ndim <= 4 else attn_mask.flatten(0, -4))
         options = {"mask": mask, "bias": bias, "is_causal": is_causal}
         options["scale"] = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         if not child.is_sampling and child.bayes_weights is None:
-            # not seen by a module around this one that is converted as well: its KL would count this call again
+            # hide the call from a converted module around this one, whose KL would count it again
             with torch._C.DisableTorchFunction():
                 output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             flat = output.reshape(-1, *output.shape[-3:]) if query.ndim >= 3 else output[None, None]
@@ -178,7 +178,7 @@ class SampledAttention(TorchFunctionMode):
         if child.wakes_dropout:
             if self.dropout_p is None:
                 raise ValueError(
-                    "sampling(dropout=True): this module's attention dropout is unknown; give it an attribute dropout_p"
+                    "sampling(dropout=True): this module's attention dropout is unknown. Give it an attribute dropout_p"
                 )
             dropout_p = self.dropout_p
         output, _ = child.attend(*batched, dropout_p=dropout_p, **options)
@@ -196,7 +196,7 @@ def _shows_call(module_class: type[nn.Module]) -> bool:
     seen: set[CodeType] = set()
     while pending:
         function = inspect.unwrap(pending.pop())
-        # torch's own functions read it too, but call it only now and then (`F.multi_head_attention_forward`)
+        # torch's own functions read it too, but call it only in some cases (`F.multi_head_attention_forward`)
         if not isinstance(function, FunctionType) or function.__code__ in seen or _library(function) == "torch":
             continue
         seen.add(function.__code__)
@@ -220,7 +220,7 @@ def _values_read(function: FunctionType, code: CodeType, module_class: type[nn.M
         if instruction.opname == "LOAD_GLOBAL":
             value = function.__globals__.get(name)
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            # vars of a module: getattr of a lazy one would import something
+            # vars() of a Python module: getattr of a lazy one would import something
             members = vars(value) if isinstance(value, ModuleType) else {}
             value = getattr(module_class, name, None) if value is module_class else members.get(name)
         elif instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and (name,) == self_name:

@@ -1,4 +1,4 @@
-"""The tensors of a converted model under names that survive wrappers, and which of them are one and the same."""
+"""The tensors of a converted model under names that survive wrappers, and which of them are shared."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     state = {key: value for key, value in model.state_dict().items() if not key.endswith(f"{CHILD_NAME}.settings")}
     strange = [key for key, value in state.items() if not isinstance(value, Tensor) or value.is_meta or value.is_sparse]
     if strange:
-        raise ValueError(f"the model's state has {strange[:8]}; allowed: dense tensors that are not on the meta device")
+        raise ValueError(f"the model's state has {strange[:8]}; save dense tensors that are not on the meta device")
     return state
 
 

@@ -16,7 +16,7 @@ class ReportRow:
         name: Its name in the model.
         kind: Its class.
         variant: Variant of its Bayesian attention, or the name of its custom weights; None where it was left alone.
-        noise: How much is drawn, such as `weibull_k = 5`; None where nothing is.
+        noise: Amount of noise, such as `weibull_k = 5`; None without noise.
         parameters: Parameters that the conversion added.
         reason: Why it was left alone; None where it was converted.
     """
@@ -36,6 +36,13 @@ class ConversionReport:
     Attributes:
         rows: One per attention module, in the model's order.
         model_parameters: Parameters of the whole model, the added ones included.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> model = ba.bayesianize(nn.TransformerEncoderLayer(8, 2, 16), AttentionConfig("BAM-NOKL", weibull_k=3.0))
+        >>> report = conversion_report(model)
+        >>> report.converted, report.left_alone, report.added_parameters
+        (('self_attn',), {}, 0)
     """
 
     rows: tuple[ReportRow, ...]
@@ -70,7 +77,14 @@ class ConversionReport:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Say which attention modules of `model` are Bayesian by conversion, which are not and why, and what was added."""
+    """Return which attention modules of `model` were converted, which were not and why, and what was added.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> model = ba.bayesianize(nn.TransformerEncoderLayer(8, 2, 16), AttentionConfig("BAM-NOKL", weibull_k=3))
+        >>> print(str(conversion_report(model)).splitlines()[0])
+        self_attn  MultiheadAttention: BAM-NOKL, weibull_k = 3
+    """
     rows = {}
     for name, _, part in converted_modules(model):
         added = sum(p.numel() for child in (part.bayes_prior, part.bayes_weights) if child for p in child.parameters())

@@ -21,7 +21,7 @@ from bayesattn.doubt.uncertainty import uncertainty
 from bayesattn.nn import BayesianModule
 from bayesattn.objective import IGNORED_LABEL
 
-# standard deviations of the log-noise that are tried, 5 % apart, from next to none to far too much; each costs no pass
+# standard deviations of the log-noise to try, 5 % apart, from almost none to far too much; none costs a pass
 DEVIATIONS = tuple(10.0 ** (-3.0 + step / 50.0) for step in range(226))
 
 
@@ -36,7 +36,7 @@ def fit_noise(
     output: Callable[[Any], Tensor] | None,
     quiet: bool,
 ) -> NoiseTuning:
-    """Set the noise of all parts to what the labels ask for; arguments as for `tune_noise`, which checks them."""
+    """Set the noise of all parts to what fits the labels best; arguments as for `tune_noise`, which checks them."""
     family = next(iter(parts.values())).config.family
     field = NOISE_FIELD[str(family)]
     before = {name: part.config for name, part in parts.items()}
@@ -46,7 +46,7 @@ def fit_noise(
         known = _run(model, data, num_classes, output, progress)
         probabilities, classes, differences, covariance, t, labels = known
         if bool((labels >= probabilities.shape[1]).any()):
-            raise ValueError(f"labels go up to {int(labels.max())}; the model has {probabilities.shape[1]} classes")
+            raise ValueError(f"labels must be classes from 0 to {probabilities.shape[1] - 1}, got {int(labels.max())}")
 
         def averaged(deviation: float) -> Float[Tensor, "b k"]:
             return averaged_probabilities(probabilities, classes, differences, covariance * deviation**2)
@@ -83,19 +83,19 @@ def fit_noise(
 
 
 def _value(number: float, field: str) -> float:
-    """Return k for a standard deviation of the log-noise, and the other way round: π / (√6 k); σ_q is one itself."""
+    """Return k for a standard deviation of the log-noise, or the reverse: π / (√6 k); σ_q is itself a standard deviation."""
     return number if field == "sigma_q" else math.pi / (math.sqrt(6.0) * number)
 
 
 def _run(
     model: nn.Module, data: list[tuple[Any, Tensor]], num_classes: int, output: Any, progress: Progress
 ) -> list[Tensor]:
-    """Return probabilities, classes, differences, covariance, t and label of every labelled example."""
+    """Return probabilities, classes, differences, covariance, t and label of every labeled example."""
     rows: list[list[Tensor]] = []
     for number, (inputs, labels) in enumerate(data, start=1):
         result = uncertainty(model, inputs, num_classes=num_classes, output=output)
         if labels.shape != result.margin.shape:
-            raise ValueError(f"labels have shape {tuple(labels.shape)}; closed form needs one class for each example")
+            raise ValueError(f"labels must be one class per example for the closed form, got shape {tuple(labels.shape)}")
         keep = labels != IGNORED_LABEL
         found = (result.probabilities, result.classes, result.differences, result.covariance, result.t)
         rows.append([x[keep.to(x.device)].cpu() for x in found if x is not None] + [labels[keep].cpu()])

@@ -1,4 +1,4 @@
-"""Class probabilities averaged over attention noise, to first order: logits move as normal numbers, softmax is averaged.
+"""Class probabilities averaged over attention noise, to first order: an average of softmax over normal logits.
 
 The most probable c classes share the probability they have together; the rest keep theirs. With z_1 the largest logit and
 u_a = z_1 − z_a ~ N(d_a, C) for the others, their shares are E[softmax(0, −u_2, …, −u_c)]: for two classes a one-dimensional

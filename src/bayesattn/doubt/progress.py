@@ -1,4 +1,4 @@
-"""How far a long computation is: lines on stderr with the time left, and on a terminal a status between them."""
+"""Progress of a long computation: lines on stderr with the time left and, on a terminal, a status line."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ class Progress:
 
     Args:
         name: What every line starts with.
-        work: Units of all the work.
+        work: Total units of work.
         quiet: Print nothing.
     """
 
@@ -19,7 +19,7 @@ class Progress:
         self._start = time.monotonic()
 
     def advance(self, units: int, doing: str) -> None:
-        """Count work that was done; a terminal shows what is being done."""
+        """Count work that was done; a terminal shows the current work."""
         self.done += units
         if not self.quiet and sys.stderr.isatty():
             print(f"\r{self.name}: {doing}, {self._time_left()}\x1b[K", end="", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bayesattn.doubt.predictive import averaged_probabilities
-from bayesattn.metrics.special import student_t_two_sided
+from bayesattn.metrics.significance import student_t_two_sided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class Doubt:
         std: Its standard deviation.
         by_layer: Variance by attention module.
         by_head: Variance by attention module and head.
-        by_token: Variance by key position, padding 0; None where modules attend to different sequences.
+        by_token: Variance by key position, padding 0; of a graph by the node that an edge comes from. None where modules
+            attend to different sequences.
     """
 
     value: Float[Tensor, " b"]
@@ -36,8 +37,8 @@ class Doubt:
 
     @cached_property
     def t(self) -> Float[Tensor, " b"]:
-        """D / std: the limit of the paper's paired t statistic over M draws, divided by √M. Its order ignores k and σ."""
-        # nothing moves a number that no score reaches, unless it is 0 anyway
+        """Limit of the paper's paired t statistic over M draws, divided by √M: d / std. Its order ignores k and σ."""
+        # std is 0 where the number depends on no score: t is infinite, unless the number is 0 as well
         still = torch.where(self.value == 0, 0.0, torch.copysign(torch.full_like(self.value, math.inf), self.value))
         return torch.where(self.std > 0, self.value / self.std, still)
 
@@ -50,15 +51,23 @@ class Uncertainty(Doubt):
         probabilities: Of the model as it is; None for regressions and targets of your own.
         label: The most probable class, or the (start, end) of the best span; None where there is none.
         num_samples: M of the p-value.
+        method: How `std` was computed: `closed-form`, `draws`, or `linearized` draws for many nodes of a graph.
         is_margin: Whether `value` is a margin, so that 0 means "undecided".
         classes: The most probable classes, in order; two unless `num_classes` said more.
         differences: The logit of the first of them minus those of the others.
         covariance: Of these differences.
+
+    Example:
+        >>> parts = {"by_layer": {}, "by_head": {}, "by_token": None}
+        >>> doubt = Uncertainty(value=torch.tensor([3.0, 0.5]), std=torch.tensor([1.0, 2.0]), **parts)
+        >>> doubt.t, doubt.score.argsort(descending=True)  # the second is the less certain
+        (tensor([3.0000, 0.2500]), tensor([1, 0]))
     """
 
     probabilities: Float[Tensor, "b k"] | None = None
     label: Int[Tensor, "b *two"] | None = None
     num_samples: int = 20
+    method: str = "closed-form"
     is_margin: bool = True
     classes: Int[Tensor, "b c"] | None = None
     differences: Float[Tensor, "b others"] | None = None
@@ -97,6 +106,14 @@ class SequenceScore(Doubt):
     Attributes:
         token_log_probabilities: Of every label, 0 where it is ignored; they add up to `log_probability`.
         num_tokens: Labels that count.
+
+    Example:
+        >>> tokens = torch.tensor([[0.0, -1.0, -2.0]])
+        >>> parts = {"by_layer": {}, "by_head": {}, "by_token": None}
+        >>> labels = {"token_log_probabilities": tokens, "num_tokens": torch.tensor([2])}
+        >>> score = SequenceScore(value=tokens.sum(dim=1), std=torch.tensor([0.1]), **labels, **parts)
+        >>> score.mean_log_probability
+        tensor([-1.5000])
     """
 
     token_log_probabilities: Float[Tensor, "b t"]

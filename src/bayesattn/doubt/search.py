@@ -1,4 +1,4 @@
-"""The least of ordered scores with few evaluations."""
+"""The position of the smallest of ordered scores, with few evaluations."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ def search(num: int, score: Callable[[int], float]) -> int:
     """Return the position, below `num`, of the least score, if scores fall and then rise: golden section on a grid.
 
     Two positions inside the interval are compared, and what lies beyond the worse one is cut off. Intervals have the
-    lengths of Fibonacci numbers, so that the position which stays is one of the next two.
+    lengths of Fibonacci numbers, so that one position can be reused in the next step.
     """
     scores: dict[int, float] = {}
 
@@ -17,7 +17,7 @@ def search(num: int, score: Callable[[int], float]) -> int:
             return math.inf
         if position not in scores:
             found = score(position)
-            # nothing compares with NaN, and it would stay where it came first
+            # NaN compares with nothing, so it would never be replaced
             scores[position] = math.inf if math.isnan(found) else found
         return scores[position]
 
@@ -40,7 +40,7 @@ def most_evaluations(num: int) -> int:
 
 
 def _fibonacci(num: int) -> tuple[int, int]:
-    """Return two neighbours of the Fibonacci numbers; an interval of the second one's length has `num` inner positions."""
+    """Return two consecutive Fibonacci numbers; an interval as long as the second has `num` inner positions."""
     shorter, length = 1, 2
     while length - 1 < num:
         shorter, length = length, shorter + length

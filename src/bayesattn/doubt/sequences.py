@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.doubt.closed_form import CallVariance, by_token, parts, variances
+from bayesattn.doubt.closed_form import CallVariance, by_token, measuring, parts, require_finite, variances
 from bayesattn.doubt.result import SequenceScore
 from bayesattn.objective import IGNORED_LABEL
 from bayesattn.precision import upcast
@@ -39,9 +39,21 @@ def score(
 
     Raises:
         ValueError: Labels do not fit, or a row has none; the model is unchanged.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+        >>> model = GPT2LMHeadModel(GPT2Config(**sizes))
+        >>> ids = torch.arange(12).view(2, 6)
+        >>> labels = ids.clone()
+        >>> labels[:, :3] = -100  # the prompt is not scored
+        >>> answer = score(model, {"input_ids": ids}, labels)
+        >>> answer.log_probability.shape, answer.num_tokens.tolist()
+        (torch.Size([2]), [3, 3])
     """
     if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), Tensor):
-        raise ValueError("inputs has no tensor `input_ids`; give the keyword arguments of the model as a mapping")
+        raise ValueError("inputs has no tensor `input_ids`. Give the keyword arguments of the model as a mapping")
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
         raise ValueError("labels must be a tensor of token numbers with the axes (batch, tokens)")
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -66,7 +78,7 @@ def score(
     def token_log_probabilities(outputs: Any) -> Float[Tensor, "b t"]:
         logits = find(outputs)
         if logits.ndim != 3 or logits.shape[:2] != scored.shape:
-            raise ValueError(f"the logits have shape {tuple(logits.shape)}; (batch, tokens, vocabulary) was expected")
+            raise ValueError(f"the logits must have shape (batch, tokens, vocabulary), got {tuple(logits.shape)}")
         return -F.cross_entropy(upcast(logits).transpose(1, 2), scored, ignore_index=IGNORED_LABEL, reduction="none")
 
     tokens: list[Tensor] = []
@@ -75,7 +87,9 @@ def score(
         tokens.append(token_log_probabilities(outputs).detach())
         return [lambda result: token_log_probabilities(result).sum(dim=1)]
 
-    (value,), (found,) = variances(model, arguments, config, numbers)
+    with measuring(model, arguments, config) as measured:
+        (value,), (found,) = variances(measured, numbers)
+    require_finite("the log-probabilities contain", value)
     doubt = parts(found)
     if is_encoder_decoder:
         lengths = (inputs["input_ids"].shape[1], scored.shape[1])
@@ -85,7 +99,7 @@ def score(
 
 
 def _reads_prompt(call: CallVariance, prompt: int, answer: int) -> bool:
-    """Whether the keys of a call are the encoder's; by name where the two lengths do not tell."""
+    """Whether the keys of a call are the encoder's; by name where the two lengths are equal."""
     if call.variance.shape[-1] != prompt:
         return False
     path = call.name.split(".")

@@ -1,4 +1,4 @@
-"""From a model's outputs to the one number per example whose variance is asked for."""
+"""From a model's outputs to the one number per example whose variance is computed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Output = Callable[[Any], Tensor] | None
 
 @dataclass(frozen=True)
 class Number:
-    """What was asked for, settled on one batch.
+    """The number whose variance is computed, for one batch.
 
     Attributes:
         of: Computes it from the model's outputs, with a graph.
@@ -27,6 +27,7 @@ class Number:
         label: The most probable class or span.
         classes: The most probable classes, in order, where the number is the margin of the first two.
         find: Gets the logits out of the model's outputs.
+        logits: What must be finite, where the number is computed from logits.
     """
 
     of: Callable[[Any], Float[Tensor, " b"]]
@@ -35,6 +36,7 @@ class Number:
     label: Int[Tensor, "b *two"] | None = None
     classes: Int[Tensor, "b top"] | None = None
     find: Callable[[Any], Tensor] = find_logits
+    logits: Tensor | None = None
 
     def difference(self, first: int, second: int) -> Callable[[Any], Float[Tensor, " b"]]:
         """Return the function of outputs that gives the logit of one of the `classes` minus that of another."""
@@ -57,10 +59,8 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
     logits = _checked(find(outputs))
     if isinstance(target, str) and target == "value":
         if logits.numel() != logits.shape[0]:
-            raise ValueError(
-                f"target is 'value' and the outputs have shape {tuple(logits.shape)}; it needs one value per example"
-            )
-        return Number(lambda result: find(result).flatten())
+            raise ValueError(f"target='value' needs one output per example, got outputs of shape {tuple(logits.shape)}")
+        return Number(lambda result: find(result).flatten(), logits=logits.detach())
     if logits.ndim != 2:
         raise ValueError(
             f"the logits have shape {tuple(logits.shape)} and target={_shown(target)} needs (batch, classes); for tokens, "
@@ -70,19 +70,28 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
     probabilities, label = torch.softmax(wide, dim=-1), wide.argmax(dim=-1)
     if isinstance(target, str):
         if target != "margin":
-            raise ValueError(f"target is {target!r}; use 'margin', 'value', 'span', a class, or a function of the outputs")
+            raise ValueError(
+                f"target must be 'margin', 'value', 'span', a class, or a function of the outputs, got {target!r}"
+            )
         if logits.shape[1] < 2:
-            raise ValueError("the logits have one class, so there is no margin; use target='value' for a regression")
+            raise ValueError("the logits have one class, so there is no margin. Use target='value' for a regression")
         if num_classes > logits.shape[1]:
-            raise ValueError(f"num_classes is {num_classes}; the model has {logits.shape[1]} classes")
+            raise ValueError(f"num_classes must be at most {logits.shape[1]}, the classes of the model, got {num_classes}")
         pair = top_two_classes(wide)
         # of equal logits the first class; the rest in any order
         rest = wide.scatter(1, pair, -torch.inf).topk(num_classes - 2).indices
+        classes = torch.cat([pair, rest], dim=1)
         return Number(
-            lambda result: _difference(find(result), pair), True, probabilities, label, torch.cat([pair, rest], dim=1), find
+            lambda result: _difference(find(result), pair), True, probabilities, label, classes, find, logits.detach()
         )
     classes = _classes(target, logits)
-    return Number(lambda result: upcast(find(result)).gather(1, classes[:, None]).squeeze(1), False, probabilities, label)
+    return Number(
+        lambda result: upcast(find(result)).gather(1, classes[:, None]).squeeze(1),
+        False,
+        probabilities,
+        label,
+        logits=logits.detach(),
+    )
 
 
 def _difference(logits: Float[Tensor, "b c"], pair: Int[Tensor, "b 2"]) -> Float[Tensor, " b"]:
@@ -94,9 +103,11 @@ def _classes(target: int | Tensor, logits: Float[Tensor, "b c"]) -> Int[Tensor, 
     b, c = logits.shape
     classes = torch.as_tensor(target, device=logits.device)
     if classes.is_floating_point() or classes.dtype == torch.bool or classes.shape not in ((), (b,)):
-        raise ValueError(f"target is {_shown(target)}; a class is an integer, or a tensor of {b} integers for this batch")
+        raise ValueError(
+            f"target must be a class as an integer, or a tensor of {b} integers for this batch, got {_shown(target)}"
+        )
     if bool(((classes < 0) | (classes >= c)).any()):
-        raise ValueError(f"target is {_shown(target)}; the model has the classes 0 to {c - 1}")
+        raise ValueError(f"target must be a class from 0 to {c - 1}, got {_shown(target)}")
     return classes.long().expand(b)
 
 
@@ -113,7 +124,8 @@ def _span(outputs: Any) -> Number:
     _checked(outputs.start_logits)
     pair = top_two_classes(scores)
     label = torch.stack([pair[:, 0] // n, pair[:, 0] % n], dim=-1)
-    return Number(lambda result: _difference(_span_scores(result), pair), True, None, label)
+    both = torch.stack([outputs.start_logits, outputs.end_logits]).detach()
+    return Number(lambda result: _difference(_span_scores(result), pair), True, None, label, logits=both)
 
 
 def _span_scores(outputs: Any) -> Float[Tensor, "b spans"]:
@@ -126,8 +138,6 @@ def _span_scores(outputs: Any) -> Float[Tensor, "b spans"]:
 def _checked(logits: Tensor) -> Tensor:
     if logits.ndim == 0 or logits.shape[0] == 0:
         raise ValueError(f"the outputs have shape {tuple(logits.shape)}; the batch needs at least one example")
-    if not bool(torch.isfinite(logits).all()):
-        raise ValueError("the model's logits contain NaN or infinity; nothing can be said about such a prediction")
     return logits
 
 

@@ -1,7 +1,7 @@
 """Uncertainty without training: choose how much noise the attention of a pretrained model gets, on validation data.
 
 The noise is the only free number of the posterior: k of the Weibull or σ_q of the lognormal. `tune_noise` picks the one
-that maximises the validation log-likelihood of the M-sample predictive distribution
+that maximizes the validation log-likelihood of the M-sample predictive distribution
 
     (1/M) Σ_s p(y | x, S_s),   S_s ~ q
 
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn import checks, metrics
+from bayesattn import metrics
 from bayesattn.batching import BatchDims
 from bayesattn.config import NOISE_FIELD
 from bayesattn.convert.modes import evaluating
@@ -29,6 +29,7 @@ from bayesattn.doubt.tuning_result import NoiseTuning, Quality, set_noise
 from bayesattn.nn import BayesianModule
 from bayesattn.objective import IGNORED_LABEL
 from bayesattn.prediction import as_arguments, find_logits, predict
+from bayesattn.scalars import check_choice
 
 # from least noise to most: the standard deviation of the log-noise, 1.28/k or σ, goes from 0.013 to 2.6.
 # Twelve, because five evaluations find the best of that many
@@ -54,7 +55,7 @@ def tune_noise(
     risk: float | None = None,
     quiet: bool = False,
 ) -> NoiseTuning:
-    """Set the noise of every Bayesian attention module to what predicts the validation labels best.
+    """Set the noise of every Bayesian attention module to the value that predicts the validation labels best.
 
     All candidates are compared under the same random numbers. The choice is kept by `save_bayesian`. Every candidate that
     is tried is a line on stderr, with the time left.
@@ -79,12 +80,22 @@ def tune_noise(
 
     Raises:
         ValueError: Nothing is stochastic, families are mixed, or the data are empty; the model is unchanged.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = nn.Sequential(layer, nn.Flatten(), nn.Linear(5 * 8, 3))
+        >>> model = ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL"))
+        >>> validation = [(torch.randn(6, 5, 8), torch.tensor([0, 1, 2, 0, 1, 2]))]
+        >>> tuning = tune_noise(model, validation, method="closed-form", quiet=True)
+        >>> tuning.parameter, list(tuning.values)
+        ('weibull_k', ['0.self_attn'])
     """
-    checks.choice("method", method, ("draws", "closed-form"))
+    check_choice("method", method, ("draws", "closed-form"))
     if risk is not None and method == "draws":
         raise ValueError("risk is given with method='draws'; it needs method='closed-form'")
     if per_layer and method == "closed-form":
-        raise ValueError("per_layer is True with method='closed-form', which fits one scale; use method='draws'")
+        raise ValueError("per_layer is True with method='closed-form', which fits one scale. Use method='draws'")
     parts = {
         name: module
         for name, module in model.named_modules()
@@ -93,26 +104,26 @@ def tune_noise(
     families = {part.config.family for part in parts.values()}
     if not families:
         raise ValueError(
-            f"model is a {type(model).__name__} without stochastic attention; convert it first: "
+            f"model is a {type(model).__name__} without stochastic attention. Convert it first: "
             'model = ba.bayesianize(model, ba.AttentionConfig("BAM-WC")), and ba.restore(model) before that if it is "soft"'
         )
     if len(families) != 1:
-        raise ValueError(f"model has attention of the families {sorted(map(str, families))}; allowed: exactly one")
+        raise ValueError(f"all attention of the model must have one family of noise, got {sorted(map(str, families))}")
     family = str(families.pop())
     field = NOISE_FIELD[family]
     grid = {float(value) for value in (CANDIDATES[family] if candidates is None else candidates)}
     if not grid or not all(0.0 < value < math.inf for value in grid):
-        raise ValueError(f"candidates is {candidates!r}; allowed: numbers above 0, at least one")
+        raise ValueError(f"candidates must be one or more finite numbers above 0, got {candidates!r}")
     ordered = tuple(sorted(grid, reverse=family == "weibull"))
     data = [_inputs_and_labels(batch) for batch in batches]
     if not any((labels != IGNORED_LABEL).any() for _, labels in data):
-        raise ValueError("batches hold no label; allowed: at least one batch with a label that is not -100")
+        raise ValueError("batches have no label to tune on. At least one label must differ from -100")
     if method == "closed-form":
         given = None if candidates is None else ordered
         return fit_noise(
             model, data, parts, candidates=given, num_classes=num_classes, risk=risk, output=output, quiet=quiet
         )
-    # of the layers most need two: a step in either direction, neither of which helps
+    # most layers need two evaluations: one step in either direction, neither of which helps
     trials = most_evaluations(len(ordered)) + (2 * len(parts) if per_layer else 0)
     progress = Progress("tune_noise", len(data) * (1 + num_samples * trials), quiet=quiet)
 
@@ -165,7 +176,7 @@ def _evaluate(
     doing: str,
     **passes: Any,
 ) -> tuple[Float[Tensor, "s b c"], Int[Tensor, " b"]]:
-    """Return logits of all labelled predictions under M draws, or of the deterministic model for None."""
+    """Return logits of all labeled predictions under M draws, or of the deterministic model for None."""
     logits, labels = [], []
     for i, (inputs, target) in enumerate(data):
         if num_samples is None:
@@ -174,7 +185,7 @@ def _evaluate(
             drawn = predict(model, inputs, num_samples, seed + i, output=output, **passes).logits
         if drawn.shape[1:-1] != target.shape:
             raise ValueError(
-                f"labels have shape {tuple(target.shape)}; allowed beside these logits: {tuple(drawn.shape[1:-1])}"
+                f"labels must have shape {tuple(drawn.shape[1:-1])} to fit the logits, got {tuple(target.shape)}"
             )
         keep = (target != IGNORED_LABEL).flatten()
         logits.append(drawn.flatten(1, -2)[:, keep])
@@ -196,5 +207,5 @@ def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
     if isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     raise ValueError(
-        f"a batch is {type(batch).__name__}; allowed: a pair (inputs, labels), or a mapping with a tensor 'labels'"
+        f"each batch must be a pair (inputs, labels), or a mapping with a tensor 'labels', got {type(batch).__name__}"
     )

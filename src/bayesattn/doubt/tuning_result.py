@@ -39,6 +39,12 @@ class NoiseTuning:
         before: Quality of the deterministic model.
         after: Quality of the M-sample predictive with the chosen values; in closed form, of the averaged probabilities.
         selector: With `risk`, which answers to give: `selector.answers(uncertainty(model, inputs).t)`.
+
+    Example:
+        >>> before, after = Quality(0.52, 0.08, 0.05), Quality(0.49, 0.04, 0.04)
+        >>> tuning = NoiseTuning("weibull_k", {"attention": 10.0}, (100.0, 10.0), {100.0: 0.51, 10.0: 0.49}, before, after)
+        >>> tuning.at_edge
+        'weibull_k = 10 is the most noise of all candidates; more may be better: give candidates=[...]'
     """
 
     parameter: str
@@ -51,7 +57,7 @@ class NoiseTuning:
 
     @property
     def at_edge(self) -> str | None:
-        """What to know about a choice at an end of the candidates, beyond which nothing was tried; None elsewhere."""
+        """A note if the choice is the first or the last candidate, beyond which nothing was tried; else None."""
         least, most = self.candidates[0], self.candidates[-1]
         if least == most:
             return None

@@ -1,5 +1,6 @@
 """`ba.uncertainty`: which answers of an attention model to trust, without training it and without drawing from it."""
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, Literal
 
@@ -7,15 +8,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bayesattn import checks
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.modes import evaluating
-from bayesattn.doubt import closed_form
+from bayesattn.doubt import closed_form, graphs
 from bayesattn.doubt.result import Uncertainty
 from bayesattn.doubt.targets import Number, Output, Target, settle
-from bayesattn.prediction import as_arguments, predict
+from bayesattn.doubt.temporary import bayesian
+from bayesattn.prediction import as_arguments, find_logits, predict
+from bayesattn.scalars import check_choice, check_count
 
-Method = Literal["closed-form", "draws"]
+Method = Literal["closed-form", "draws", "linearized"]
 
 
 def uncertainty(
@@ -29,8 +31,9 @@ def uncertainty(
     num_classes: int = 2,
     seed: int = 0,
     output: Output = None,
+    nodes: Sequence[int] | Tensor | None = None,
 ) -> Uncertainty:
-    """Say how far attention noise would move each answer of a batch; the model and its answers stay as they are.
+    """Return how far attention noise would move each answer of a batch; the model and its answers do not change.
 
         Var d ≈ Σ_l v_l Σ_hij (∂d/∂Φ_lhij)²,    t = d / √Var d
 
@@ -47,12 +50,15 @@ def uncertainty(
             `start_logits` and `end_logits` over the next best. Or a function from the model's outputs to one number per
             example.
         config: Noise for a plain model; None is Weibull noise with k = 5. A Bayesian model has its own.
-        method: `closed-form`, or `draws` for the standard deviation over `num_samples` sampled passes, to compare.
+        method: `closed-form`, or `draws` for the standard deviation over `num_samples` sampled passes, to compare. For
+            graph models also `linearized`: draws through the linearized model (`doubt/graphs.py`), which `closed-form` uses
+            by itself for more than 1024 nodes. The result's `method` says which was used.
         num_samples: M of the p-value, and of the draws.
         num_classes: c, the most probable classes whose logits' covariance is computed, in c(c−1)/2 backward passes; it
             matters for `averaged_probabilities` alone.
         seed: Of the draws.
         output: Gets the logits out of what the model returns, as in `predict`.
+        nodes: For graph models, the nodes (or graphs) to look at, as positions or a boolean mask; None is all.
 
     Raises:
         ValueError: Something does not fit; the message says what. The model is unchanged.
@@ -65,11 +71,11 @@ def uncertainty(
         >>> result.std.shape, result.by_token.shape, list(result.by_layer)
         (torch.Size([4]), torch.Size([4, 5]), ['0.self_attn'])
     """
-    checks.choice("method", method, ("closed-form", "draws"))
-    if not isinstance(num_samples, int) or num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; a p-value needs an integer of at least 2")
-    if not isinstance(num_classes, int) or num_classes < 2:
-        raise ValueError(f"num_classes is {num_classes!r}; give an integer of at least 2")
+    check_choice("method", method, ("closed-form", "draws", "linearized"))
+    check_count("num_samples", num_samples, least=2)
+    check_count("num_classes", num_classes, least=2)
+    if nodes is not None:
+        target, output = _of_nodes(nodes, target, output)
     if method == "draws":
         return _from_draws(model, inputs, target, config, num_samples, seed, output)
     settled: list[Number] = []
@@ -79,12 +85,52 @@ def uncertainty(
         settled.append(number)
         return [number.of] if number.classes is None else [number.difference(*pair) for pair in _pairs(num_classes)]
 
-    values, found = closed_form.variances(model, inputs, config, numbers)
-    result = {"value": values[0], **closed_form.parts(found[0])}
+    with closed_form.measuring(model, inputs, config) as measured:
+        if measured.is_graph:
+            values, doubts, used = graphs.doubts(measured, numbers, linearize=method == "linearized", seed=seed)
+            parts, variances = doubts[0], [doubt["std"].square() for doubt in doubts]
+        else:
+            if method == "linearized" or nodes is not None:
+                raise ValueError(f"method='linearized' and nodes= are for graphs; this {type(model).__name__} has no edges")
+            values, found = closed_form.variances(measured, numbers)
+            parts, variances, used = closed_form.parts(found[0]), [closed_form.total(calls) for calls in found], method
+    _require_finite(settled[0], values)
+    result = {"value": values[0], "method": used, **parts}
     if settled[0].classes is not None:
         result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
-        result["covariance"] = _covariance([closed_form.total(calls) for calls in found], num_classes)
+        result["covariance"] = _covariance(variances, num_classes)
     return _result(settled[0], num_samples, **result)
+
+
+def _of_nodes(nodes: Sequence[int] | Tensor, target: Target, output: Output) -> tuple[Target, Output]:
+    """Return target and output of the chosen nodes alone."""
+    chosen = torch.as_tensor(nodes)
+    if chosen.ndim != 1 or chosen.is_floating_point() or chosen.is_complex() or not chosen.numel():
+        raise ValueError(
+            f"nodes must be a list of positions or a boolean mask, got {chosen.dtype} of shape {tuple(chosen.shape)}"
+        )
+    find = output or find_logits
+
+    def pick(values: Tensor) -> Tensor:
+        n = len(values)
+        if len(chosen) != n if chosen.dtype == torch.bool else not -n <= int(chosen.min()) <= int(chosen.max()) < n:
+            raise ValueError(f"nodes must be positions of the {n} nodes, or a boolean mask of length {n}")
+        picked = values[chosen.to(values.device)]
+        if not len(picked):
+            raise ValueError("nodes must select at least one node, got a mask without True")
+        return picked
+
+    if callable(target):
+        of_all = target
+        return (lambda outputs: pick(of_all(outputs))), output
+    return target, lambda outputs: pick(find(outputs))
+
+
+def _require_finite(number: Number, values: list[Tensor]) -> None:
+    if number.logits is not None:
+        closed_form.require_finite("the model's logits contain", number.logits)
+    else:
+        closed_form.require_finite("target gave", *values)
 
 
 def _pairs(num_classes: int) -> list[tuple[int, int]]:
@@ -104,14 +150,17 @@ def _covariance(variances: list[Tensor], num_classes: int) -> Float[Tensor, "b o
 
 
 def _from_draws(model, inputs, target, config, num_samples, seed, output) -> Uncertainty:
-    with closed_form.bayesian(model, config):
+    with bayesian(model, config):
         args, kwargs = as_arguments(inputs)
         with torch.no_grad(), evaluating(model):
             outputs = model(*args, **kwargs)
             number = settle(target, output, outputs)
             value = number.of(outputs)
+        _require_finite(number, [value])
         draws = predict(model, inputs, num_samples, seed, task="regression", output=number.of).samples
-    return _result(number, num_samples, value=value, std=draws.std(dim=0), by_layer={}, by_head={}, by_token=None)
+    return _result(
+        number, num_samples, value=value, method="draws", std=draws.std(dim=0), by_layer={}, by_head={}, by_token=None
+    )
 
 
 def _result(number: Number, num_samples: int, **doubt: Any) -> Uncertainty:

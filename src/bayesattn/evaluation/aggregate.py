@@ -32,10 +32,10 @@ class Summary:
 def over_runs(values: Sequence[float], confidence: float = 0.95) -> Summary:
     """Return the mean over runs with Student's t interval: value ± t · s / √n. One run has no interval.
 
-    The interval is about the seeds (initialisation, batch order, noise); all runs share their test images.
+    The interval is about the seeds (initialization, batch order, noise); all runs share their test images.
     """
     if not values or not all(math.isfinite(value) for value in values):
-        raise ValueError(f"values is {list(values)!r}; allowed: at least one finite number")
+        raise ValueError(f"values must be one or more finite numbers, got {list(values)!r}")
     count, mean = len(values), sum(values) / len(values)
     if count == 1:
         return Summary(mean, None, None, 1)

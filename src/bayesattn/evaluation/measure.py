@@ -23,7 +23,7 @@ from bayesattn.evaluation.runs import (
     write_json,
 )
 
-# where temperatures are fitted, and what out-of-distribution data is told apart from
+# the split on which temperatures are fitted, and the one that out-of-distribution data is compared with
 VALIDATION = "validation"
 IN_DISTRIBUTION = "test"
 SCORES = ("entropy", "mutual_information")
@@ -32,7 +32,7 @@ SCORES = ("entropy", "mutual_information")
 def measure_run(
     folder: Path, *, num_resamples: int = 1000, on_progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Measure the predictions of a run, write `metrics.json` and return what it holds.
+    """Measure the predictions of a run, write `metrics.json` and return its content.
 
     Args:
         folder: A run folder with predictions.
@@ -83,14 +83,14 @@ def measure(
 
 
 def mean_logits(samples: Tensor) -> Tensor:
-    """Return ln of the mean probability, finite: what temperature scaling works on."""
+    """Return ln of the mean probability, finite, for temperature scaling."""
     mean = samples.double().mean(dim=0)
     return mean.clamp(min=torch.finfo(torch.float64).tiny).log()
 
 
 def _fit_temperature(predictions: Predictions, method: str) -> float | None:
     split = predictions.splits.get(VALIDATION)
-    # one temperature for all classes rescales a softmax; probabilities of separate classes have none
+    # a temperature rescales a softmax; probabilities of separate classes have none
     if split is None or split.labels is None or predictions.task != "multiclass":
         return None
     return metrics.fit_temperature(mean_logits(split.samples[method]), split.labels)

@@ -1,4 +1,4 @@
-"""The whole method as pure functions: scores → weights; query, key, value → output; and the latter on a graph's edges.
+"""The whole method as pure functions: scores → weights; query, key, value → output; and the same on the edges of a graph.
 
 Every module, layer and adapter of the library calls these three. They check their arguments, leave autocast (noise,
 softmax and KL are float32 or better) and choose a backend; the mathematics is in `ops/attention` and `ops/segment`.

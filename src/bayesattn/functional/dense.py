@@ -9,14 +9,16 @@ from torch import Tensor
 
 from bayesattn import checks
 from bayesattn.config import AttentionConfig
-from bayesattn.kl import is_observing_entropy, note_entropy
+from bayesattn.entropy import is_observing_entropy, note_row_entropy
 from bayesattn.noise import keyed
 from bayesattn.noise.specification import Seed
 from bayesattn.ops.attention import blocked, reference
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax, split_bias
+from bayesattn.ops.attention.statistics import row_statistics, score_statistics
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
-from bayesattn.precision import shared, upcast, without_autocast
+from bayesattn.precision import as_autocast, shared, upcast, without_autocast
+from bayesattn.scalars import check_choice, check_rate
 
 Backend = Literal["auto", "reference", "blocked", "triton"]
 BACKENDS = get_args(Backend)
@@ -63,7 +65,7 @@ def attention_weights(
     """
     checks.floating("scores", scores)
     if not 2 <= scores.ndim <= 4:
-        raise ValueError(f"scores has shape {tuple(scores.shape)}; allowed: (b, h, m, n), (b, m, n) or (m, n)")
+        raise ValueError(f"scores must have shape (b, h, m, n), (b, m, n) or (m, n), got {tuple(scores.shape)}")
     shape = scores.shape
     # heads come after the batch, so a three-axis array gets its head axis in the middle
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
@@ -83,7 +85,8 @@ def attention_weights(
             weights = masked_softmax(full, mask)
         kl = _kl(full, log_prior, mask, config) if need_kl else None
         if is_observing_entropy():
-            note_entropy(masked_softmax(full.detach(), mask), mask)
+            rows = score_statistics(full, mask)
+            note_row_entropy(rows.entropy, rows.keys)
     return weights.to(scores.dtype).reshape(shape), kl
 
 
@@ -97,6 +100,7 @@ def attention(
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     is_causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: Seed | None = None,
@@ -119,6 +123,7 @@ def attention(
         mask: Boolean, True where a query may attend; combined with `is_causal`.
         bias: Added to the scores; broadcastable to `b h m n`. Where it is −80 or less a query may not attend.
         is_causal: Query i attends to keys up to i.
+        window: With `is_causal`, to the last `window` of them only (a sliding window).
         scale: Factor of the dot product; None is 1/√d.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
         seed: Repeats a draw exactly, dropout included, whatever the backend; None draws from torch's generator, or as
@@ -133,23 +138,34 @@ def attention(
 
     Raises:
         ValueError: An argument has a wrong type, shape or value.
+
+    Example:
+        >>> query, key, value = (torch.randn(2, 4, 7, 16) for _ in range(3))  # batch, heads, tokens, features
+        >>> output, kl = attention(query, key, value, config=AttentionConfig("BAM-WF"), seed=0)
+        >>> output.shape, kl.shape
+        (torch.Size([2, 4, 7, 16]), torch.Size([2]))
     """
+    query, key, value = as_autocast(query, key, value)
     shape = checks.query_key_value(query, key, value)
-    given = Allowed(checks.mask(mask, shape), is_causal, shape)
+    checks.window(window, is_causal)
+    given = Allowed(checks.mask(mask, shape), is_causal, shape, window)
     log_prior = checks.log_prior(log_prior, shape, config, need_kl, key_heads=key.shape[1])
     checks.bias(bias, shape)
     checks.same_device("query", query.device, key=key, value=value, mask=mask, log_prior=log_prior, bias=bias)
-    checks.probability("dropout_p", dropout_p)
-    checks.choice("backend", backend, BACKENDS)
+    check_rate("dropout_p", dropout_p)
+    check_choice("backend", backend, BACKENDS)
     allowed, added = given, bias
     if bias is not None:
         visible, added = split_bias(bias)
         visible = visible if given.mask is None else given.mask & visible
-        allowed = Allowed(checks.mask(visible, shape), is_causal, shape)
+        allowed = Allowed(checks.mask(visible, shape), is_causal, shape, window)
     if check_finite:
         checks.finite(query=query, key=key, value=value, bias=added, log_prior=log_prior, mask=allowed.mask)
     if is_observing_entropy():
-        _observe(query, key, allowed, added, scale)
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        options = {"mask": allowed.mask, "bias": added, "is_causal": is_causal, "scale": factor}
+        rows = row_statistics(query, key, **options)
+        note_row_entropy(rows.entropy, rows.keys)
     if sample and config.is_stochastic:
         seed = keyed.next_seeds(query.shape[0], query.device) if seed is None else seed
         wants_kl = need_kl and config.has_kl
@@ -179,15 +195,15 @@ def attention(
 
 
 def _choose(backend: Backend, call: Call) -> Backend:
-    """Return the backend that runs a sampled call; one asked for by name runs or raises, it is never exchanged."""
+    """Return the backend that runs a sampled call; one given by name runs or raises and is never replaced."""
     if backend == "auto":
         if call.query.device.type == "cuda":
             return "reference" if why_not_triton(call) else "triton"
-        # the compiler fuses the plain version, and could only unroll the loop over blocks
+        # the compiler fuses the plain version, but can only unroll the loop over blocks
         return "reference" if torch.compiler.is_compiling() or why_not_blocked(call) else "blocked"
     reason = {"triton": why_not_triton, "blocked": why_not_blocked}.get(backend, lambda _: "")(call)
     if reason:
-        raise ValueError(f"backend is {backend!r}, but {reason}; allowed here: 'auto' or 'reference'")
+        raise ValueError(f"backend {backend!r} cannot be used here: {reason}. Use 'auto' or 'reference'")
     return backend
 
 
@@ -202,7 +218,7 @@ def _mean_attention(
 ) -> Tensor:
     """Call torch's attention with the arguments a user would have given it, so that its own backend choice holds."""
     mask, is_causal = allowed.mask, allowed.is_causal
-    if is_causal and (mask is not None or bias is not None):
+    if is_causal and (mask is not None or bias is not None or allowed.window is not None):
         mask, is_causal = allowed.dense(query.device), False
     if bias is not None and mask is not None:
         bias = torch.where(mask, bias, -torch.inf)
@@ -211,14 +227,6 @@ def _mean_attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-
-
-@torch.no_grad()
-def _observe(query: Tensor, key: Tensor, allowed: Allowed, bias: Tensor | None, scale: float | None) -> None:
-    with without_autocast(query.device.type):
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        mask = allowed.dense(query.device)
-        note_entropy(masked_softmax(reference.dot_product_scores(query, key, scale=factor, bias=bias), mask), mask)
 
 
 def _kl(scores: Tensor, log_prior: Tensor | None, mask: Tensor | None, config: AttentionConfig) -> Tensor:

@@ -16,6 +16,7 @@ from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.ops.segment.reference import PRIOR_SCOPES, EdgeAttention, PriorScope
 from bayesattn.precision import without_autocast
+from bayesattn.scalars import check_choice, check_rate
 
 EdgeBackend = Literal["auto", "reference", "csr", "triton"]
 EDGE_BACKENDS = get_args(EdgeBackend)
@@ -41,15 +42,15 @@ def edge_attention(
     Dense attention with the adjacency matrix as its mask gives the same output and KL, in n² instead of e memory.
 
     Args:
-        scores: Φ of every edge, in the order of `edges`; or what it is made of, which spares gathers and scatters where the
-            kernels run.
+        scores: Φ of every edge, in the order of `edges`; or the parts it is made of, which saves gathers and scatters where
+            the kernels run.
         value: Features of every node that may be a source.
         edges: The graph, from `Edges.sort`.
         config: Which posterior, prior and conventions.
         log_prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or the `NodePrior` from
             which the kernels compute it.
-        prior_scope: `graph`: Ψ sums to one over all nodes that are somebody's source, as published; `neighbourhood`: over
-            the sources of each target, as the derivation, one softmax per row, asks.
+        prior_scope: `graph`: Ψ sums to one over all nodes that are a source, as published; `neighborhood`: over
+            the sources of each target, as the derivation, with one softmax per row, requires.
         dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
         seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`); None draws
             from torch's generator, or as `keyed_noise` says.
@@ -60,13 +61,21 @@ def edge_attention(
             named one runs or refuses.
 
     Returns:
-        Output in the dtype of `value`; weights before and after dropout, None without need; KL of the graph, one entry
+        Output in the dtype of `value`; weights before and after dropout, None if not needed; KL of the graph, one entry
         (zero for variants without one, None if not `need_kl`).
 
     Raises:
         ValueError: An argument has a wrong type, shape or value.
+
+    Example:
+        >>> import torch
+        >>> edges = Edges.sort(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 1]), 3, 3)
+        >>> scores, value = torch.zeros(3, 2), torch.randn(3, 2, 4)  # three edges, three nodes, two heads
+        >>> found = edge_attention(scores, value, edges, config=AttentionConfig("BAM-WF"), seed=0)
+        >>> found.output.shape, found.kl.shape
+        (torch.Size([3, 2, 4]), torch.Size([1]))
     """
-    # of every form of the scores, device, type and heads are those of `like`
+    # whatever the form of the scores, their device, type and heads are those of `like`
     if isinstance(scores, Tensor):
         checks.edge_scores(scores, len(edges))
         like = scores
@@ -77,7 +86,7 @@ def edge_attention(
         checks.edge_features(*scores, edges.num_sources, edges.num_targets)
         like = scores.features
     else:
-        raise ValueError(f"scores is {type(scores).__name__}; allowed: Tensor, PairScores, FeatureScores")
+        raise ValueError(f"scores must be a Tensor, PairScores or FeatureScores, got {type(scores).__name__}")
     heads = like.shape[1]
     checks.edge_value(value, edges.num_sources, heads)
     given = log_prior.key if isinstance(log_prior, NodePrior) else log_prior
@@ -86,9 +95,9 @@ def edge_attention(
         checks.edge_prior_shape(tuple(log_prior.key.shape[:2]), heads, edges.num_sources, config)
     else:
         checks.edge_prior(log_prior, heads, edges.num_sources, config, need_kl)
-    checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
-    checks.probability("dropout_p", dropout_p)
-    checks.choice("backend", backend, EDGE_BACKENDS)
+    check_choice("prior_scope", prior_scope, PRIOR_SCOPES)
+    check_rate("dropout_p", dropout_p)
+    check_choice("backend", backend, EDGE_BACKENDS)
     sample = sample and config.is_stochastic
     # a graph is one example
     seed = keyed.next_seeds(1, like.device) if sample and seed is None else seed
@@ -122,5 +131,5 @@ def _choose(backend: EdgeBackend, call: support.EdgeCall) -> EdgeBackend:
     reasons = {"triton": support.why_not_triton, "csr": support.why_not_csr}
     reason = reasons[backend](call) if backend in reasons else ""
     if reason:
-        raise ValueError(f"backend is {backend!r}, but {reason}; allowed here: 'auto' or 'reference'")
+        raise ValueError(f"backend {backend!r} cannot be used here: {reason}. Use 'auto' or 'reference'")
     return backend

@@ -14,6 +14,7 @@ from torch import Tensor
 from bayesattn.kl import KLScope, record_kl
 from bayesattn.objective import MAX_SHARE, KLSchedule, check_max_share, elbo
 from bayesattn.optional import needs_extra
+from bayesattn.scalars import check_positive
 from bayesattn.watch import KLWatch, check_optimizers
 
 with needs_extra("bayesattn.integrations.lightning", "lightning"):
@@ -26,18 +27,24 @@ class KLCallback(pl.Callback):
     Logs `nll` (the loss that `training_step` returned), `kl` and `kl_weight`.
 
     Args:
-        schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1. It follows
+        schedule: Weight λ of the KL as a function of the optimizer step; None is a constant 1. It follows
             `trainer.global_step`, so it resumes with a checkpoint.
         max_share: The weighted KL is at most this share of the NLL, as in `elbo`; None for no cap.
         labels_per_example: Labels that share one example's KL, as in `elbo`.
+
+    Example:
+        >>> callback = KLCallback(KLSchedule("sigmoid", anneal_rate=0.2), max_share=0.05)
+        >>> options = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        >>> trainer = pl.Trainer(callbacks=[callback], **options)  # then trainer.fit(module, loader), as always
+        >>> callback in trainer.callbacks, [round(callback.schedule(step), 2) for step in (0, 10, 20)]
+        (True, [0.5, 0.88, 0.98])
     """
 
     def __init__(
         self, schedule: KLSchedule | None = None, *, max_share: float | None = MAX_SHARE, labels_per_example: float = 1.0
     ) -> None:
         super().__init__()
-        if not labels_per_example > 0.0:
-            raise ValueError(f"labels_per_example is {labels_per_example!r}; allowed: a number above 0")
+        check_positive(labels_per_example=labels_per_example)
         check_max_share(max_share)
         self.schedule = KLSchedule() if schedule is None else schedule
         self.labels_per_example = labels_per_example
@@ -51,13 +58,13 @@ class KLCallback(pl.Callback):
         check_optimizers(pl_module, trainer.optimizers)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to record."""
+        """Start to record."""
         self._close()
         self._open = ExitStack()
         self._scope = self._open.enter_context(record_kl())
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Add the KL to the loss, in place: Lightning offers the tensor, not a way to return another."""
+        """Add the KL to the loss, in place: Lightning passes the tensor and takes none back."""
         scope = self._scope
         self._close()
         if scope is None:
@@ -65,7 +72,7 @@ class KLCallback(pl.Callback):
                 "a second backward pass in one batch: the KL was added to the first loss already; KLCallback supports one"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # what the loss that training_step returned was multiplied by before it came here
+        # the factor by which Lightning multiplied the loss that training_step returned
         factor = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
         parts = elbo(
             loss / factor,

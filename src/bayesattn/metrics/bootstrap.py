@@ -7,8 +7,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from bayesattn.metrics import validate
+from bayesattn.scalars import check_count, check_fraction
 
-# counts held together by the vectorised bootstrap: 128 MiB of float64
+# counts that the vectorized bootstrap holds at once: 128 MiB of float64
 _COUNTS_PER_CHUNK = 2**24
 
 
@@ -22,12 +23,18 @@ def bootstrap_mean(
         num_resamples: How often the predictions are drawn again, with replacement.
         confidence: Level of the interval.
         seed: The same seed gives the same interval.
+
+    Example:
+        >>> right = torch.tensor([1.0] * 80 + [0.0] * 20)  # 80 of 100 answers are right
+        >>> low, high = bootstrap_mean(right)
+        >>> bool(0.70 < low < 0.8 < high < 0.90)
+        True
     """
     _check(num_resamples, confidence)
     validate.finite("values", values)
     predictions = values.shape[0]
     if values.numel() == 0:
-        raise ValueError(f"values has shape {tuple(values.shape)}; allowed: at least one prediction")
+        raise ValueError(f"values must hold at least one prediction, got shape {tuple(values.shape)}")
     columns = values.double().reshape(predictions, -1)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     rows = max(1, _COUNTS_PER_CHUNK // predictions)
@@ -57,11 +64,18 @@ def bootstrap_statistic(
         num_resamples: How often the predictions are drawn again, with replacement.
         confidence: Level of the interval.
         seed: The same seed gives the same resamples as in `bootstrap_mean`.
+
+    Example:
+        >>> from bayesattn.metrics import expected_calibration_error
+        >>> confidence, right = torch.full((100,), 0.9), torch.tensor([1.0] * 80 + [0.0] * 20)
+        >>> low, high = bootstrap_statistic(expected_calibration_error, confidence, right, num_resamples=200)
+        >>> bool(low < 0.1 < high)  # 90 % sure, 80 % right
+        True
     """
     _check(num_resamples, confidence)
     lengths = {len(column) for column in columns}
     if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"columns have lengths {sorted(lengths)}; allowed: one common length of at least 1")
+        raise ValueError(f"columns must have one common length of at least 1, got {sorted(lengths)}")
     generator = torch.Generator(device="cpu").manual_seed(seed)
     values = []
     for _ in range(num_resamples):
@@ -78,5 +92,5 @@ def _percentiles(resampled: Tensor, confidence: float) -> Float[Tensor, "k 2"]:
 
 
 def _check(num_resamples: int, confidence: float) -> None:
-    validate.count("num_resamples", num_resamples)
-    validate.fraction("confidence", confidence, open_ends=True)
+    check_count("num_resamples", num_resamples)
+    check_fraction("confidence", confidence, open_ends=True)

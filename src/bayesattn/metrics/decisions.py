@@ -1,4 +1,4 @@
-"""Decisions: answer, or abstain and ask a person, with a guarantee that holds for new data.
+"""Decisions: answer, or abstain, with a guarantee that holds for new data.
 
 Both guarantees are exact for any sample size and any model: they assume only that calibration and new data are draws from
 one distribution, and they hold with probability `level` over the draw of the calibration data.
@@ -14,19 +14,26 @@ one distribution, and they hold with probability `level` over the draw of the ca
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from bayesattn.metrics import validate
-from bayesattn.metrics.special import beta_quantile, regularized_beta
+from bayesattn.scalars import check_count, check_fraction
 
 
 def clopper_pearson(successes: int, trials: int, *, level: float = 0.95) -> tuple[float, float]:
-    """Return the exact two-sided interval for a binomial proportion; no trials give (0, 1)."""
-    validate.fraction("level", level, open_ends=True)
+    """Return the exact two-sided interval for a binomial proportion; no trials give (0, 1).
+
+    Example:
+        >>> low, high = clopper_pearson(8, 10)
+        >>> round(low, 4), round(high, 4)
+        (0.4439, 0.9748)
+    """
+    check_fraction("level", level, open_ends=True)
     if not 0 <= successes <= trials:
-        raise ValueError(f"successes is {successes} of {trials} trials; allowed: from 0 to the number of trials")
+        raise ValueError(f"successes must be from 0 to the number of trials, got {successes} of {trials}")
     # the lower end for successes is the upper end for failures
     counts = torch.tensor([trials - successes, successes])
     failure, success = _upper(counts, torch.tensor(trials), (1.0 - level) / 2.0).tolist()
@@ -35,7 +42,7 @@ def clopper_pearson(successes: int, trials: int, *, level: float = 0.95) -> tupl
 
 @dataclass(frozen=True)
 class SelectiveReport:
-    """What a selective predictor does on a labelled set.
+    """What a selective predictor does on a labeled set.
 
     Attributes:
         num_predictions: All predictions.
@@ -45,6 +52,13 @@ class SelectiveReport:
         error: Error rate of the answered ones; None if none was answered.
         error_interval: Clopper-Pearson interval of that error rate.
         level: Of both intervals.
+
+    Example:
+        >>> confidence = torch.linspace(0.0, 1.0, 200)
+        >>> predictor = SelectivePredictor.for_coverage(confidence, confidence > 0.1, 0.8)
+        >>> report = predictor.report(confidence, confidence > 0.1)
+        >>> report.num_answered, report.coverage, report.error
+        (170, 0.85, 0.0)
     """
 
     num_predictions: int
@@ -67,10 +81,19 @@ class SelectivePredictor:
     Attributes:
         threshold: Answer if the confidence is at least this.
         target: `error` or `coverage`.
-        target_value: What was asked for.
+        target_value: The target.
         bound: What is guaranteed: at most this error rate, or at least this coverage.
         level: Probability, over the calibration data, that the guarantee holds.
         calibration: What the threshold does on the calibration data.
+
+    Example:
+        >>> confidence = torch.linspace(0.0, 1.0, 200)
+        >>> correct = confidence > 0.1  # the 20 least confident answers are wrong
+        >>> predictor = SelectivePredictor.for_error(confidence, correct, 0.05)
+        >>> predictor.calibration.coverage, round(predictor.bound, 4)
+        (0.9, 0.0327)
+        >>> predictor.answers(torch.tensor([0.05, 0.5]))
+        tensor([False,  True])
     """
 
     threshold: float
@@ -102,8 +125,8 @@ class SelectivePredictor:
         Raises:
             ValueError: No threshold can promise the target from these data.
         """
-        validate.fraction("target_error", target_error)
-        validate.count("num_thresholds", num_thresholds)
+        check_fraction("target_error", target_error)
+        check_count("num_thresholds", num_thresholds)
         confidence, correct = _check(confidence, correct, level)
         n = len(confidence)
         ordered = confidence.sort(descending=True).values
@@ -120,8 +143,8 @@ class SelectivePredictor:
             report = _report(answered[best], correct, level)
             return cls(threshold, "error", target_error, float(bounds[best]), level, report)
         raise ValueError(
-            f"target_error is {target_error}; allowed with these {n} predictions at level {level}: "
-            f"at least {float(bounds.min()):.4g} (more validation data, a better model or a lower level would allow less)"
+            f"target_error is {target_error}; these {n} predictions at level {level} can promise an "
+            f"error of at least {float(bounds.min()):.4g} (less with more validation data, a better model or a lower level)"
         )
 
     @classmethod
@@ -144,18 +167,19 @@ class SelectivePredictor:
         Raises:
             ValueError: No threshold can promise the target from these data.
         """
-        validate.fraction("target_coverage", target_coverage)
+        from scipy.special import betainc, betaincinv
+
+        check_fraction("target_coverage", target_coverage)
         confidence, correct = _check(confidence, correct, level)
         n = len(confidence)
-        rank = torch.arange(1, n + 1, dtype=torch.float64)
-        target = torch.tensor(target_coverage, dtype=torch.float64)
-        enough = regularized_beta(target, 1.0 - target, rank, n + 1.0 - rank) <= 1.0 - level
-        if not bool(enough.any()):
+        rank = np.arange(1.0, n + 1.0)
+        enough = betainc(rank, n + 1.0 - rank, target_coverage) <= 1.0 - level
+        if not enough.any():
             most = (1.0 - level) ** (1.0 / n)
-            raise ValueError(f"target_coverage is {target_coverage}; allowed with these {n} predictions: at most {most:.4g}")
-        first = int(enough.double().argmax())
+            raise ValueError(f"target_coverage is {target_coverage}; these {n} predictions can promise at most {most:.4g}")
+        first = int(enough.argmax())
         threshold = float(confidence.sort(descending=True).values[first])
-        bound = float(beta_quantile(torch.tensor(1.0 - level, dtype=torch.float64), rank[first], n + 1.0 - rank[first]))
+        bound = float(betaincinv(rank[first], n + 1.0 - rank[first], 1.0 - level))
         return cls(threshold, "coverage", target_coverage, bound, level, _report(confidence >= threshold, correct, level))
 
     def answers(self, confidence: Float[Tensor, " b"]) -> Bool[Tensor, " b"]:
@@ -164,7 +188,7 @@ class SelectivePredictor:
         return confidence.double() >= self.threshold
 
     def report(self, confidence: Float[Tensor, " b"], correct: Shaped[Tensor, " b"]) -> SelectiveReport:
-        """Return coverage and error with their intervals on labelled data that played no part in the calibration."""
+        """Return coverage and error with their intervals on labeled data that played no part in the calibration."""
         confidence, correct = _check(confidence, correct, self.level)
         return _report(confidence >= self.threshold, correct, self.level)
 
@@ -175,9 +199,11 @@ class SelectivePredictor:
 
 def _upper(successes: Tensor, trials: Tensor, tail: float) -> Tensor:
     # p with P(Binomial(trials, p) ≤ successes) = tail: the (1 − tail) quantile of Beta(successes + 1, trials − successes)
-    failures = trials - successes
-    probability = torch.tensor(1.0 - tail, dtype=torch.float64, device=successes.device)
-    return torch.where(failures == 0, 1.0, beta_quantile(probability, successes + 1, failures.clamp(min=1)))
+    from scipy.special import betaincinv
+
+    failures = (trials - successes).double()
+    bound = betaincinv(successes.double().cpu().numpy() + 1.0, failures.clamp(min=1.0).cpu().numpy(), 1.0 - tail)
+    return torch.where(failures == 0, 1.0, torch.as_tensor(bound, device=successes.device))
 
 
 def _report(answered: Tensor, correct: Tensor, level: float) -> SelectiveReport:
@@ -195,9 +221,11 @@ def _report(answered: Tensor, correct: Tensor, level: float) -> SelectiveReport:
 
 
 def _check(confidence: Tensor, correct: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    validate.fraction("level", level, open_ends=True)
+    check_fraction("level", level, open_ends=True)
     validate.same_length(confidence=confidence, correct=correct)
     validate.finite("confidence", confidence)
     if not bool(((correct == 0) | (correct == 1)).all()):
-        raise ValueError("correct has values between 0 and 1; allowed: boolean or 0/1 (the binomial bound counts mistakes)")
+        raise ValueError(
+            "correct must be booleans or 0/1, because the binomial bound counts mistakes, got values in between"
+        )
     return confidence.double(), correct == 1

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bayesattn.metrics import validate
+from bayesattn.scalars import check_fraction
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Detection:
         auroc: Probability that an out-of-distribution input has the larger score; ties count half.
         aupr: Average precision with out-of-distribution as the positive class.
         fpr95: Share of out-of-distribution inputs accepted by the threshold that accepts 95 % of the ordinary ones.
+
+    Example:
+        >>> Detection(auroc=0.9, aupr=0.85, fpr95=0.3).to_dict()
+        {'auroc': 0.9, 'aupr': 0.85, 'fpr95': 0.3}
     """
 
     auroc: float
@@ -39,6 +44,10 @@ def ood_detection(score_in: Float[Tensor, " n"], score_out: Float[Tensor, " m"])
     Args:
         score_in: Scores of inputs from the training distribution.
         score_out: Scores of inputs from elsewhere; should be larger.
+
+    Example:
+        >>> ood_detection(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.4, 0.25]))
+        Detection(auroc=0.8333333333333334, aupr=0.8333333333333333, fpr95=0.5)
     """
     return Detection(
         auroc=float(auroc(score_in, score_out)),
@@ -48,7 +57,12 @@ def ood_detection(score_in: Float[Tensor, " n"], score_out: Float[Tensor, " m"])
 
 
 def auroc(negative: Float[Tensor, " n"], positive: Float[Tensor, " m"]) -> Float[Tensor, ""]:
-    """Return P(positive > negative) + P(positive = negative) / 2: the area under the ROC curve (Mann and Whitney)."""
+    """Return P(positive > negative) + P(positive = negative) / 2: the area under the ROC curve (Mann and Whitney).
+
+    Example:
+        >>> auroc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.4, 0.25]))  # 5 of 6 pairs in the right order
+        tensor(0.8333, dtype=torch.float64)
+    """
     _check(negative, positive)
     ordered = negative.double().sort().values
     below = torch.searchsorted(ordered, positive.double(), side="left")
@@ -57,7 +71,12 @@ def auroc(negative: Float[Tensor, " n"], positive: Float[Tensor, " m"]) -> Float
 
 
 def average_precision(negative: Float[Tensor, " n"], positive: Float[Tensor, " m"]) -> Float[Tensor, ""]:
-    """Return Σ_k (recall_k − recall_{k−1}) precision_k over the distinct scores, from the largest down."""
+    """Return Σ_k (recall_k − recall_{k−1}) precision_k over the distinct scores, from the largest down.
+
+    Example:
+        >>> average_precision(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.4, 0.25]))  # (1/1 + 2/3) / 2
+        tensor(0.8333, dtype=torch.float64)
+    """
     _check(negative, positive)
     # per positive: precision among everything that scores at least as high
     positive, negative = positive.double().sort().values, negative.double().sort().values
@@ -69,9 +88,14 @@ def average_precision(negative: Float[Tensor, " n"], positive: Float[Tensor, " m
 def false_positive_rate(
     score_in: Float[Tensor, " n"], score_out: Float[Tensor, " m"], *, true_positive_rate: float = 0.95
 ) -> Float[Tensor, ""]:
-    """Return the share of `score_out` at or below the smallest threshold that accepts enough of `score_in`."""
+    """Return the share of `score_out` at or below the smallest threshold that accepts enough of `score_in`.
+
+    Example:
+        >>> false_positive_rate(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.4, 0.25]))  # 0.25 is below 0.3
+        tensor(0.5000, dtype=torch.float64)
+    """
     _check(score_in, score_out)
-    validate.fraction("true_positive_rate", true_positive_rate)
+    check_fraction("true_positive_rate", true_positive_rate)
     # the allowance keeps 0.95 · 20 from becoming 20 through its binary rounding
     accepted = max(1, math.ceil(true_positive_rate * len(score_in) - 1e-9))
     threshold = score_in.double().sort().values[accepted - 1]

@@ -18,6 +18,7 @@ from bayesattn.metrics.calibration import expected_calibration_error
 from bayesattn.metrics.pavpu import THRESHOLDS, pavpu_terms
 from bayesattn.metrics.selective import aurc, excess_aurc, selective_accuracy
 from bayesattn.metrics.significance import SPACES, TESTS, ClassTask, Space, Test, top_two_p_value
+from bayesattn.scalars import check_choice, check_count
 
 # values of `samples` turned into float64 at a time: with the temporaries of the entropies below 0.5 GiB
 _VALUES_PER_CHUNK = 2**22
@@ -32,6 +33,10 @@ class Estimate:
         low: Lower end of the interval; None without resampling.
         high: Upper end.
         settings: The choices behind the number, such as test, space, num_samples and threshold.
+
+    Example:
+        >>> Estimate(0.8, 0.7, 0.9, {"num_samples": 20}).to_dict()
+        {'value': 0.8, 'low': 0.7, 'high': 0.9, 'num_samples': 20}
     """
 
     value: float
@@ -46,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PredictionTable:
-    """What the metrics need to know of each prediction.
+    """The numbers per prediction that the metrics need.
 
     Attributes:
         predicted: Most probable class of the mean over the draws.
@@ -62,6 +67,12 @@ class PredictionTable:
         test: Behind the p-values.
         space: Behind the p-values.
         task: How outputs become probabilities.
+
+    Example:
+        >>> samples = torch.tensor([[[0.9, 0.1], [0.4, 0.6]], [[0.8, 0.2], [0.6, 0.4]]])  # two draws, two examples
+        >>> table = tabulate_predictions(samples, torch.tensor([0, 0]))
+        >>> table.num_samples, table.agreement
+        (2, tensor([1., 0.], dtype=torch.float64))
     """
 
     predicted: Int[Tensor, " b"]
@@ -98,20 +109,26 @@ def tabulate_predictions(
         space: What `samples` holds, and what the p-values test.
         test: See `top_two_p_value`.
         chunk_size: Predictions looked at together; None keeps the extra memory below 0.5 GiB.
+
+    Example:
+        >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples
+        >>> table = tabulate_predictions(samples, torch.tensor([0, 0]))
+        >>> table.predicted, table.accuracy
+        (tensor([0, 1]), tensor([1., 0.], dtype=torch.float64))
     """
     validate.samples(samples, task)
-    validate.choice("space", space, SPACES)
-    validate.choice("test", test, TESTS)
+    check_choice("space", space, SPACES)
+    check_choice("test", test, TESTS)
     draws, predictions, classes = samples.shape
     if task == "multiclass":
         validate.labels(labels, predictions, classes)
     elif tuple(labels.shape) != (predictions, classes):
         raise ValueError(
-            f"labels has shape {tuple(labels.shape)}; allowed for multilabel: targets ({predictions}, {classes})"
+            f"labels must be targets of shape ({predictions}, {classes}) for multilabel, got {tuple(labels.shape)}"
         )
     chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
-    validate.count("chunk_size", chunk_size)
-    # the columns are there before the first chunk: small results left between large temporaries would fragment the heap
+    check_count("chunk_size", chunk_size)
+    # the columns are allocated before the first chunk: small results left between large temporaries would fragment the heap
     names = ["confidence", "accuracy", "nll", "brier", "entropy", "mutual_information"]
     names += ["agreement", "p_value"] if draws > 1 else []
     columns = {name: torch.empty(predictions, dtype=torch.float64, device=samples.device) for name in names}
@@ -167,6 +184,12 @@ def evaluate_predictions(
         num_resamples: Bootstrap resamples; 0 leaves the intervals out.
         confidence: Level of the intervals.
         seed: Of the resampling.
+
+    Example:
+        >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples
+        >>> found = evaluate_predictions(samples, torch.tensor([0, 0]), num_resamples=100)
+        >>> found["accuracy"]
+        Estimate(value=0.5, low=0.0, high=1.0, settings={'num_samples': 2})
     """
     table = tabulate_predictions(samples, labels, task=task, space=space, test=test)
     return evaluate_table(
@@ -190,8 +213,16 @@ def evaluate_table(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Estimate]:
-    """Do what `evaluate_predictions` does, from a table that is at hand; the arguments are the same."""
-    validate.count("num_resamples", num_resamples, least=0)
+    """Do what `evaluate_predictions` does, from an existing table; the arguments are the same.
+
+    Example:
+        >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples
+        >>> table = tabulate_predictions(samples, torch.tensor([0, 0]))
+        >>> found = evaluate_table(table, num_resamples=0)
+        >>> found["accuracy"].value, round(found["nll"].value, 4)
+        (0.5, 0.6062)
+    """
+    check_count("num_resamples", num_resamples, least=0)
     common = {"num_samples": table.num_samples}
     means: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "accuracy": (table.accuracy, common),
@@ -236,7 +267,7 @@ def evaluate_table(
 
 def _tabulate_chunk(chunk: Tensor, labels: Tensor, task: ClassTask, space: Space, test: Test) -> dict[str, Tensor]:
     several = chunk.shape[0] > 1
-    # also checks the chunk before anything is made of it
+    # also checks the chunk before it is used
     p_value = top_two_p_value(chunk, test=test, space=space, task=task) if several else None
     samples = chunk.double()
     if space == "logit":
@@ -244,7 +275,7 @@ def _tabulate_chunk(chunk: Tensor, labels: Tensor, task: ClassTask, space: Space
         samples = torch.softmax(samples, dim=-1) if task == "multiclass" else torch.sigmoid(samples)
     elif task == "multiclass" and torch.finfo(chunk.dtype).bits < 32:
         validate.probabilities("samples", chunk)
-        # half precision leaves row sums off by a per cent, which would go straight into the scores
+        # in half precision row sums are off by up to a percent, which would go straight into the scores
         samples = samples / samples.sum(dim=-1, keepdim=True)
     mean = samples.mean(dim=0)
     confidence, predicted = mean.max(dim=1).values, mean.argmax(dim=1)

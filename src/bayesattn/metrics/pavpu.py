@@ -18,6 +18,7 @@ from torch import Tensor
 from bayesattn.metrics import validate
 from bayesattn.metrics.bootstrap import bootstrap_mean
 from bayesattn.metrics.significance import ClassTask, Space, Test, top_two_p_value
+from bayesattn.scalars import check_count, check_fraction
 
 THRESHOLDS = (0.01, 0.05, 0.1)
 
@@ -37,6 +38,12 @@ class PAvPU:
         low: Lower end of the bootstrap interval over predictions.
         high: Upper end.
         confidence: Level of the interval.
+
+    Example:
+        >>> samples = torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.65, 0.35]]])  # three draws that agree
+        >>> result = pavpu_by_threshold(samples, torch.tensor([1.0]), [0.05])[0]
+        >>> result.value, result.threshold, result.num_samples, result.test
+        (1.0, 0.05, 3, 'paired')
     """
 
     value: float
@@ -64,6 +71,13 @@ def pavpu(
         accuracy: Acc_i of the predicted answers: boolean, 0/1 or fractions.
         p_value: From `top_two_p_value`.
         threshold: One number (the result is a scalar) or several (the result has one entry each).
+
+    Example:
+        >>> right, p_value = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.01, 0.5, 0.5])
+        >>> pavpu(right, p_value)  # certain and right, uncertain and right, uncertain and wrong
+        tensor(0.6667, dtype=torch.float64)
+        >>> pavpu(right, p_value, [0.05, 0.001])
+        tensor([0.6667, 0.3333], dtype=torch.float64)
     """
     terms = pavpu_terms(accuracy, p_value, [threshold] if isinstance(threshold, int | float) else threshold)
     value = terms.mean(dim=0)
@@ -94,6 +108,11 @@ def pavpu_by_threshold(
         num_resamples: Bootstrap resamples of the predictions.
         confidence: Level of the interval.
         seed: Of the resampling.
+
+    Example:
+        >>> samples = torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.65, 0.35]]])  # three draws, p = 0.035
+        >>> [(result.threshold, result.value) for result in pavpu_by_threshold(samples, torch.tensor([1.0]))]
+        [(0.01, 0.0), (0.05, 1.0), (0.1, 1.0)]
     """
     p_value = top_two_p_value(samples, test=test, space=space, task=task)
     terms = pavpu_terms(accuracy, p_value, thresholds)
@@ -141,11 +160,17 @@ def pavpu_by_num_samples(
         num_resamples: Bootstrap resamples of the predictions.
         confidence: Level of the interval.
         seed: Of the resampling.
+
+    Example:
+        >>> samples = torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.65, 0.35]]])
+        >>> results = pavpu_by_num_samples(samples, torch.tensor([1.0]), [2, 3])
+        >>> [(result.num_samples, result.value) for result in results]  # two draws are too few to be certain
+        [(2, 0.0), (3, 1.0)]
     """
     for draws in num_samples:
-        validate.count("num_samples", draws, least=2)
+        check_count("num_samples", draws, least=2)
         if draws > samples.shape[0]:
-            raise ValueError(f"num_samples has {draws}; allowed: at most the {samples.shape[0]} draws of samples")
+            raise ValueError(f"num_samples must be at most {samples.shape[0]}, the number of draws, got {draws}")
     return [
         pavpu_by_threshold(
             samples[:draws],
@@ -168,9 +193,9 @@ def pavpu_terms(
     """Return Acc_i Cer_i + (1 − Acc_i)(1 − Cer_i) for every prediction and threshold; PAvPU is its mean."""
     validate.same_length(accuracy=accuracy, p_value=p_value)
     if len(thresholds) == 0:
-        raise ValueError("thresholds is empty; allowed: at least one number from 0 to 1")
+        raise ValueError("thresholds must hold at least one number from 0 to 1, got none")
     for threshold in thresholds:
-        validate.fraction("threshold", threshold)
+        check_fraction("threshold", threshold)
     accuracy = accuracy.double()
     validate.unit_interval("accuracy", accuracy)
     validate.unit_interval("p_value", p_value)

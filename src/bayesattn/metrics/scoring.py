@@ -14,13 +14,24 @@ from bayesattn.metrics import validate
 
 
 def negative_log_likelihood(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Return −ln p(label). A label that was given probability 0 costs infinity; `nll_from_logits` avoids underflow."""
+    """Return −ln p(label). A label that was given probability 0 costs infinity; `nll_from_logits` avoids underflow.
+
+    Example:
+        >>> negative_log_likelihood(torch.tensor([[0.2, 0.8], [0.6, 0.4]]), torch.tensor([1, 1]))
+        tensor([0.2231, 0.9163], dtype=torch.float64)
+    """
     _check(probabilities, labels)
     return -torch.log(probabilities.double().gather(1, labels.long()[:, None]).squeeze(1))
 
 
 def nll_from_logits(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Return −ln of the label's probability averaged over the draws, −ln (1/M) Σ_s softmax(logits_s), in log space."""
+    """Return −ln of the label's probability averaged over the draws, −ln (1/M) Σ_s softmax(logits_s), in log space.
+
+    Example:
+        >>> logits = torch.tensor([[[2.0, 0.0]], [[0.0, 0.0]]])  # two draws: p = 0.8808 and 0.5
+        >>> nll_from_logits(logits, torch.tensor([0]))
+        tensor([0.3705], dtype=torch.float64)
+    """
     validate.samples(logits, "multiclass")
     validate.finite("logits", logits)
     validate.labels(labels, logits.shape[1], logits.shape[2])
@@ -30,22 +41,37 @@ def nll_from_logits(logits: Float[Tensor, "s b c"], labels: Int[Tensor, " b"]) -
 
 
 def brier_score(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Return Σ_c (p_c − 1[c = label])², from 0 to 2 (Brier's own form; some halve it for two classes)."""
+    """Return Σ_c (p_c − 1[c = label])², from 0 to 2 (Brier's own form; some halve it for two classes).
+
+    Example:
+        >>> brier_score(torch.tensor([[0.2, 0.8], [0.6, 0.4]]), torch.tensor([1, 1]))
+        tensor([0.0800, 0.7200], dtype=torch.float64)
+    """
     _check(probabilities, labels)
     probabilities = probabilities.double()
     chosen = probabilities.gather(1, labels.long()[:, None]).squeeze(1)
-    # (p − 1)² − p² = 1 − 2p for the labelled class
+    # (p − 1)² − p² = 1 − 2p for the labeled class
     return probabilities.square().sum(dim=1) + 1.0 - 2.0 * chosen
 
 
 def correct(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Return 1 where the most probable class (the first of equal ones) is the label, else 0."""
+    """Return 1 where the most probable class (the first of equal ones) is the label, else 0.
+
+    Example:
+        >>> correct(torch.tensor([[0.2, 0.8], [0.6, 0.4]]), torch.tensor([1, 1]))
+        tensor([1., 0.], dtype=torch.float64)
+    """
     _check(probabilities, labels)
     return (probabilities.argmax(dim=1) == labels).double()
 
 
 def binary_cross_entropy(probabilities: Float[Tensor, "b c"], targets: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """Return the multi-label cross-entropy summed over the classes, for hard or fractional targets (VQA)."""
+    """Return the multi-label cross-entropy summed over the classes, for hard or fractional targets (VQA).
+
+    Example:
+        >>> binary_cross_entropy(torch.tensor([[0.9, 0.5]]), torch.tensor([[1.0, 0.0]]))
+        tensor([0.7985], dtype=torch.float64)
+    """
     _check_targets(probabilities, targets)
     p, target = probabilities.double(), targets.double()
     # xlogy: a probability of 0 costs nothing where the target gives it no weight
@@ -53,7 +79,12 @@ def binary_cross_entropy(probabilities: Float[Tensor, "b c"], targets: Float[Ten
 
 
 def multilabel_brier_score(probabilities: Float[Tensor, "b c"], targets: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """Return Σ_c (p_c − target_c)² for hard or fractional targets."""
+    """Return Σ_c (p_c − target_c)² for hard or fractional targets.
+
+    Example:
+        >>> multilabel_brier_score(torch.tensor([[0.9, 0.5]]), torch.tensor([[1.0, 0.0]]))
+        tensor([0.2600], dtype=torch.float64)
+    """
     _check_targets(probabilities, targets)
     return (probabilities.double() - targets.double()).square().sum(dim=1)
 
@@ -68,6 +99,8 @@ def _check_targets(probabilities: Tensor, targets: Tensor) -> None:
     validate.floating("probabilities", probabilities, "b c")
     validate.floating("targets", targets, "b c")
     if targets.shape != probabilities.shape:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; allowed: {tuple(probabilities.shape)}")
+        raise ValueError(
+            f"targets must have the shape of probabilities, {tuple(probabilities.shape)}, got {tuple(targets.shape)}"
+        )
     validate.unit_interval("probabilities", probabilities)
     validate.unit_interval("targets", targets)

@@ -11,15 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bayesattn.metrics import validate
-from bayesattn.metrics.special import student_t_two_sided
-from bayesattn.optional import needs_extra
+from bayesattn.scalars import check_choice, check_count
 
 Test = Literal["paired", "welch", "pooled", "wilcoxon"]
 Space = Literal["probability", "logit"]
 ClassTask = Literal["multiclass", "multilabel"]
 TESTS, SPACES = get_args(Test), get_args(Space)
 
-# values of `samples` looked at together when the caller names no chunk: 64 MiB of float32, with temporaries below 0.5 GiB
+# values of `samples` processed together when no chunk size is given: 64 MiB of float32, with temporaries below 0.5 GiB
 _VALUES_PER_CHUNK = 2**24
 
 
@@ -39,23 +38,27 @@ def top_two_p_value(
     Args:
         samples: Probabilities of M ≥ 2 draws, or logits if `space` is `logit`; draws first.
         test: `paired` t-test of the M differences (the paper's graph code), `welch` (its VQA code) or `pooled` two-sample
-            t-test, or the `wilcoxon` signed-rank test, which needs scipy.
+            t-test, or the `wilcoxon` signed-rank test.
         space: What `samples` holds, and so what is tested. Logits also rank the classes by their mean probability.
-        task: `multiclass`: rows are distributions (softmax of logits); `multilabel`: one probability a class (sigmoid).
-        chunk_size: Predictions looked at together; None keeps the extra memory below 0.5 GiB.
+        task: `multiclass`: rows are distributions (softmax of logits); `multilabel`: one probability per class (sigmoid).
+        chunk_size: Predictions processed together; None keeps the extra memory below 0.5 GiB.
 
     Returns:
         float64 p-values.
 
     Raises:
-        ValueError: Fewer than two draws or classes, NaN, or values that are no probabilities.
+        ValueError: Fewer than two draws or classes, NaN, or values that are not probabilities.
+
+    Example:
+        >>> top_two_p_value(torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.65, 0.35]]])) < 0.05  # three draws agree
+        tensor([True])
     """
-    validate.choice("test", test, TESTS)
-    validate.choice("space", space, SPACES)
+    check_choice("test", test, TESTS)
+    check_choice("space", space, SPACES)
     validate.samples(samples, task, least_draws=2)
     draws, predictions, classes = samples.shape
     chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
-    validate.count("chunk_size", chunk_size)
+    check_count("chunk_size", chunk_size)
     p_value = torch.empty(predictions, dtype=torch.float64, device=samples.device)
     for start in range(0, predictions, chunk_size):
         chunk = samples[:, start : start + chunk_size].detach()
@@ -66,10 +69,18 @@ def top_two_p_value(
 
 
 def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"], *, test: Test) -> Float[Tensor, " b"]:
-    """Return the two-sided p-value that two sets of M values have one mean, column by column."""
-    validate.choice("test", test, TESTS)
+    """Return the two-sided p-value that two sets of M values have one mean, column by column.
+
+    Example:
+        >>> first, second = torch.tensor([[0.7], [0.6], [0.65]]), torch.tensor([[0.3], [0.4], [0.35]])
+        >>> two_sample_p_value(first, second, test="paired")
+        tensor([0.0351], dtype=torch.float64)
+        >>> two_sample_p_value(first, second, test="welch")
+        tensor([0.0018], dtype=torch.float64)
+    """
+    check_choice("test", test, TESTS)
     if first.shape[0] < 2:
-        raise ValueError(f"first has {first.shape[0]} draws on its first axis; allowed: at least 2")
+        raise ValueError(f"first must have at least 2 draws on its first axis, got {first.shape[0]}")
     first, second = first.double(), second.double()
     if test == "wilcoxon":
         return _wilcoxon(first - second)
@@ -79,7 +90,7 @@ def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"]
         df = torch.full_like(mean, draws - 1.0)
     else:
         (mean_1, variance_1), (mean_2, variance_2) = _mean_and_variance(first), _mean_and_variance(second)
-        # with M values on both sides the pooled and the Welch statistic are one, only their degrees of freedom differ
+        # with M values on both sides the pooled and the Welch statistic are equal, only their degrees of freedom differ
         mean, variance = mean_1 - mean_2, variance_1 + variance_2
         share = torch.where(variance > 0, variance_1 / variance, 0.5)
         df = (draws - 1.0) / (share.square() + (1.0 - share).square())
@@ -89,9 +100,18 @@ def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"]
     return torch.where(constant, (mean == 0).double(), student_t_two_sided(t, df))
 
 
+def student_t_two_sided(t: Float[Tensor, " b"], df: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return P(|T| ≥ |t|) for Student's t with `df` > 0 degrees of freedom, in float64."""
+    from scipy.special import stdtr
+
+    tail = stdtr(df.double().cpu().numpy(), -t.double().abs().cpu().numpy())
+    return 2.0 * torch.as_tensor(tail, device=t.device)
+
+
 def _wilcoxon(differences: Float[Tensor, "s b"]) -> Float[Tensor, " b"]:
-    with needs_extra("test='wilcoxon'", "metrics"):
-        from scipy.stats import wilcoxon
+    # scipy.stats takes a second to import
+    from scipy.stats import wilcoxon
+
     values = differences.cpu()
     ordered = values.abs().sort(dim=0).values
     # scipy chooses exact or approximate for all columns at once; columns with zeros or ties must not decide for the others
@@ -106,7 +126,13 @@ def _wilcoxon(differences: Float[Tensor, "s b"]) -> Float[Tensor, " b"]:
 
 
 def top_two_classes(mean: Float[Tensor, "b c"]) -> Int[Tensor, "b 2"]:
-    """Return the two classes with the largest mean probability; of equal ones the lowest index, on every device."""
+    """Return the two classes with the largest mean probability; of equal ones the lowest index, on every device.
+
+    Example:
+        >>> top_two_classes(torch.tensor([[0.1, 0.6, 0.3], [0.4, 0.2, 0.4]]))
+        tensor([[1, 2],
+                [0, 2]])
+    """
     # argmax documents that it returns the first maximum; topk promises nothing about ties
     first = mean.argmax(dim=-1, keepdim=True)
     second = mean.scatter(-1, first, -torch.inf).argmax(dim=-1, keepdim=True)

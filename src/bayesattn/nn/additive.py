@@ -23,8 +23,15 @@ class AdditiveAttention(nn.Module):
         key_dim: Features of a key.
         hidden_dim: Width of the tanh layer.
         config: What is random. The contextual prior reads the keys.
-        weights: Instead of a config, what takes the place of softmax and average (`nn/custom_weights.py`).
+        weights: Instead of a config, an object that replaces softmax and average (`nn/custom_weights.py`).
         bias: Whether the tanh layer has a bias.
+
+    Example:
+        >>> attention = AdditiveAttention(6, 8, 10, config=AttentionConfig("BAM-WC"))
+        >>> query, key = torch.randn(2, 1, 6), torch.randn(2, 5, 8)  # one decoding step over five encoder states
+        >>> context, weights = attention(query, key)
+        >>> context.shape, weights.shape
+        (torch.Size([2, 1, 8]), torch.Size([2, 1, 5]))
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class AdditiveAttention(nn.Module):
     def prepare(
         self, key: Float[Tensor, "b n dk"], mask: Bool[Tensor, "b n"] | None = None
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b 1 1 n"] | None]:
-        """Return what all steps share: the projected keys and, inside `record_kl()`, ln Ψ."""
+        """Return the projected keys and, inside `record_kl()`, ln Ψ, which all steps share."""
         return self.key_proj(key), self.weights.log_prior(key, None if mask is None else mask[:, None])
 
     def scores(self, query: Float[Tensor, "b m dq"], keys: Float[Tensor, "b n d"]) -> Float[Tensor, "b m n"]:
@@ -76,13 +83,23 @@ class AdditiveAttention(nn.Module):
             prepared: Result of `prepare(key, mask)`.
         """
         keys, log_prior = self.prepare(key, mask) if prepared is None else prepared
+        return self.attend(self.scores(query, keys), key, value, mask=mask, log_prior=log_prior)
+
+    def attend(
+        self,
+        scores: Float[Tensor, "b m n"],
+        key: Float[Tensor, "b n dk"],
+        value: Float[Tensor, "b n dv"] | None = None,
+        *,
+        mask: Bool[Tensor, "b n"] | None = None,
+        log_prior: Float[Tensor, "b 1 1 n"] | None = None,
+    ) -> tuple[Float[Tensor, "b m dv"], Float[Tensor, "b m n"]]:
+        """Return the same from given scores; `log_prior` is that of `prepare`."""
         value = key if value is None else value
         if self.bayes_weights is not None:
-            scores, heads = self.scores(query, keys).unsqueeze(1), (key.unsqueeze(1), value.unsqueeze(1))
             given = None if mask is None else mask[:, None, None, :]
-            context, weights, kl = self.bayes_weights(scores, *heads, mask=given, dropout_p=0.0)
+            heads = (key.unsqueeze(1), value.unsqueeze(1))
+            context, weights, kl = self.bayes_weights(scores.unsqueeze(1), *heads, mask=given, dropout_p=0.0)
             return self.weights.record(context, kl).squeeze(1), weights.squeeze(1)
-        weights = self.weights(
-            self.scores(query, keys), mask=None if mask is None else mask[:, None, :], log_prior=log_prior
-        )
+        weights = self.weights(scores, mask=None if mask is None else mask[:, None, :], log_prior=log_prior)
         return weights @ value, weights

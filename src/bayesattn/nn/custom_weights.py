@@ -1,4 +1,4 @@
-"""Attention weights of your own in the modules of this library: what an object must have to replace softmax and average.
+"""Custom attention weights: the interface of an object that replaces softmax and average in the modules of this library.
 
     ba.nn.MultiheadAttention(64, 4, weights=MyWeights)            # a class or function that builds the object, or the object
     ba.bayesianize(model, weights=MyWeights)                      # built once per attention module
@@ -27,12 +27,27 @@ class AttentionWeights(Protocol):
     saved and moved with the module that holds it.
 
     Attributes:
-        name: What errors, reports and saved files call it.
+        name: Its name in errors, reports and saved files.
         has_kl: Whether calls return a KL inside `record_kl()`.
         kl_reduction: How that KL sums over queries and keys, as in `AttentionConfig`.
-        has_own_dropout: Whether it drops weights itself, so that `dropout_p` is not for it.
+        has_own_dropout: Whether it drops weights itself, so that it ignores `dropout_p`.
         runs_on_edges: Whether it has `on_edges` and `edge_weights`; without them graph layers refuse it.
         is_idle: Whether the next call would be soft attention: nothing drawn, no KL.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> class Sharp(nn.Module):
+        ...     name, kl_reduction = "sharp", None
+        ...     has_kl = has_own_dropout = runs_on_edges = is_idle = False
+        ...     def settings(self):
+        ...         return {}
+        ...     def forward(self, scores, key, value, *, mask, dropout_p):
+        ...         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+        ...         weights = torch.softmax(2.0 * scores, dim=-1)
+        ...         return weights @ value, weights, None
+        >>> attention, x = ba.nn.MultiheadAttention(8, 2, batch_first=True, weights=Sharp()), torch.randn(3, 5, 8)
+        >>> attention(x, x, x)[0].shape
+        torch.Size([3, 5, 8])
     """
 
     name: str
@@ -47,7 +62,7 @@ class AttentionWeights(Protocol):
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Return plain values that say what it is; `load_bayesian` compares them with the saved ones."""
+        """Return plain values that identify it; `load_bayesian` compares them with the saved ones."""
         ...
 
     def __call__(
@@ -79,7 +94,7 @@ class AttentionWeights(Protocol):
         ...
 
 
-# called with head_dim (None where a foreign module does not tell it), num_heads, device and dtype
+# called with head_dim (None where a foreign module does not have it), num_heads, device and dtype
 WeightsFactory = Callable[..., AttentionWeights]
 
 
@@ -104,14 +119,14 @@ def build_weights(
         return None
     if not isinstance(weights, nn.Module):
         if not callable(weights):
-            raise ValueError(f"weights is {type(weights).__name__}; allowed: an nn.Module, or a function that builds one")
+            raise ValueError(f"weights must be an nn.Module, or a function that builds one, got {type(weights).__name__}")
         factory = cast(WeightsFactory, weights)
         weights = factory(head_dim=head_dim, num_heads=num_heads, device=device, dtype=dtype)
     missing = [name for name in _MEMBERS if not hasattr(weights, name)]
     if not isinstance(weights, nn.Module) or missing:
         raise ValueError(
-            f"weights is a {type(weights).__name__} without {', '.join(missing) or 'nn.Module as its base'}; allowed: an "
-            "nn.Module with all that bayesattn.nn.AttentionWeights lists"
+            "weights must be an nn.Module with all that bayesattn.nn.AttentionWeights lists, got "
+            f"{type(weights).__name__} without {', '.join(missing) or 'nn.Module as its base'}"
         )
     return cast(AttentionWeights, weights)
 

@@ -1,4 +1,4 @@
-"""What every Bayesian attention module shares: a config, a prior, a sampling switch and a name for its KL."""
+"""The base of all Bayesian attention modules: a config, a prior, a sampling switch and a name for the KL."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.kl import is_recording, record
 from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory, build_weights
+from bayesattn.ops.attention import observers
 from bayesattn.priors import ContextualPrior
 from bayesattn.watch import PRIOR_NAME, WEIGHTS_NAME
 
 
 def checked_config(config: AttentionConfig | None, weights: object) -> AttentionConfig:
-    """Return the config of a module that is given either a config or custom weights; the latter's is `soft`."""
+    """Return the config of a module that is given either a config or custom weights; with the latter it is `soft`."""
     if (config is None) == (weights is None):
-        given = "neither config nor weights is given" if config is None else "both config and weights are given"
-        raise ValueError(f"{given}; allowed: one of them")
+        raise ValueError(f"give either config or weights, got {'neither' if config is None else 'both'}")
     if config is not None and not isinstance(config, AttentionConfig):
-        raise ValueError(f"config is {type(config).__name__}; allowed: an AttentionConfig")
+        raise ValueError(f"config must be an AttentionConfig, got {type(config).__name__}")
     return AttentionConfig("soft") if config is None else config
 
 
@@ -28,13 +28,22 @@ class BayesianModule(nn.Module):
 
     `train()` samples; `eval()` gives the posterior mean, which is the deterministic module, unless `sampling(model)`
     switches the draws on.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> attention = ba.nn.MultiheadAttention(8, 2, config=AttentionConfig("BAM-WC"))
+        >>> isinstance(attention, BayesianModule), attention.is_sampling, attention.eval().is_sampling
+        (True, True, False)
+        >>> with ba.sampling(attention):
+        ...     attention.is_sampling
+        True
     """
 
     config: AttentionConfig
     bayes_prior: ContextualPrior | None
-    # what takes the place of softmax and average, where it was given; the config is then `soft`
+    # custom weights, which replace softmax and average; the config is then `soft`
     bayes_weights: Any
-    # a subclass whose scores are of edges says so
+    # True in a subclass whose scores belong to edges
     on_edges: bool = False
     # both are set from outside: by `sampling(model)`, and by `record_kl(model)`
     samples_in_eval: bool
@@ -61,14 +70,14 @@ class BayesianModule(nn.Module):
             device: Of the prior's parameters.
             dtype: Of the prior's parameters.
             prior_name: As `name` of `ContextualPrior`.
-            weights: What takes the place of softmax and average (`nn/custom_weights.py`).
+            weights: An object that replaces softmax and average (`nn/custom_weights.py`).
         """
         config = checked_config(config, weights)
         if config.prior_kind == "contextual" and key_dim is None:
-            raise ValueError(f"key_dim is None; allowed for {config.variant}: the number of features of a key")
+            raise ValueError(f"key_dim must be the number of features of a key for {config.variant}, got None")
         custom = build_weights(weights, head_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype)
         if custom is not None and self.on_edges and not custom.runs_on_edges:
-            raise ValueError(f"weights are {custom.name!r}, which do not run on edges; allowed: weights with runs_on_edges")
+            raise ValueError(f"weights must support edges (runs_on_edges) here, got {custom.name!r}, which do not")
         self.bayes_weights = custom
         self.config = config
         self.samples_in_eval = False
@@ -86,8 +95,8 @@ class BayesianModule(nn.Module):
 
     @property
     def needs_kl(self) -> bool:
-        """Whether the next call's KL reaches anyone."""
-        # in this order: a scope notes modules without a KL, too
+        """Whether the KL of the next call will be recorded."""
+        # in this order, because a scope also notes modules without a KL
         return is_recording(self) and self.config.has_kl
 
     @property
@@ -96,11 +105,16 @@ class BayesianModule(nn.Module):
         return sensitivity.is_open() and self.config.is_stochastic
 
     @property
+    def is_observed(self) -> bool:
+        """Whether the next call reports its statistics to an open `observe(model)` scope."""
+        return observers.is_open() and not self.on_edges
+
+    @property
     def is_idle(self) -> bool:
-        """Whether the next call is deterministic attention and nothing else: no draw, no KL, no sensitivity."""
+        """Whether the next call is plain deterministic attention: no draw, no KL, no open scope that observes it."""
         if self.bayes_weights is not None:
             return self.bayes_weights.is_idle
-        return not (self.is_sampling or self.needs_kl or self.is_measured)
+        return not (self.is_sampling or self.needs_kl or self.is_measured or self.is_observed)
 
     @property
     def kl_reduction(self) -> str | None:
@@ -108,9 +122,9 @@ class BayesianModule(nn.Module):
         return self.config.kl_reduction if self.bayes_weights is None else self.bayes_weights.kl_reduction
 
     def __prepare_scriptable__(self) -> nn.Module:
-        # torch.jit.script asks here. A plain module that one could return would take this one's place in the model
+        # torch.jit.script calls this. A plain module returned here would replace this one in the model
         raise RuntimeError(
-            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript knows neither configs nor draws. Use "
+            f"torch.jit.script cannot compile {type(self).__name__}: TorchScript supports neither configs nor draws. Use "
             "torch.jit.trace or torch.export on the model in eval mode, torch.compile to train it, or script a converted "
             "model after restore(model)"
         )
@@ -120,15 +134,15 @@ class BayesianModule(nn.Module):
         return p if self.training or self.drops_in_eval else 0.0
 
     def record(self, output: Tensor, kl: Tensor | None) -> Tensor:
-        """Give one call's KL, None where it has none, to the open `record_kl()` scope; use the returned output."""
+        """Add the KL of one call (None without one) to the open `record_kl()` scope; use the returned output."""
         return record(output, kl, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # the scope that switched these on ends for the module it was opened on, and not for a copy
+        # the scope that switched these on switches them off in the original, but not in a copy
         return {**super().__getstate__(), "samples_in_eval": False, "drops_in_eval": False}
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        # a checkpoint of the deterministic module knows no prior: keep the fresh one. A partial prior stays an error.
+        # a checkpoint of the deterministic module has no prior: keep the fresh one. A partial prior stays an error.
         for name, part in ((PRIOR_NAME, self.bayes_prior), (WEIGHTS_NAME, self.bayes_weights)):
             own = f"{prefix}{name}."
             if part is not None and not any(key.startswith(own) for key in state_dict):

@@ -10,7 +10,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.nn.custom_weights import AttentionWeights, WeightsFactory
 from bayesattn.nn.module import BayesianModule
 from bayesattn.nn.multihead_arguments import check_inputs, check_nested, only_forbids, split_masks
-from bayesattn.ops.attention import reference
+from bayesattn.ops.attention import observers, reference
 from bayesattn.precision import without_autocast
 
 
@@ -25,9 +25,16 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype:
             As in torch.
         config: What is random; keyword only, as `weights`.
-        weights: Instead of a config, what takes the place of softmax and average (`nn/custom_weights.py`).
+        weights: Instead of a config, an object that replaces softmax and average (`nn/custom_weights.py`).
 
     In the paper: the module of Sec. 2 with `num_heads` = H, Φ = QKᵀ/√d_k, and S drawn as in Sec. 3.2.
+
+    Example:
+        >>> layer = MultiheadAttention(8, 2, batch_first=True, config=AttentionConfig("BAM-WC"))
+        >>> x = torch.randn(3, 5, 8)
+        >>> output, weights = layer(x, x, x)  # drawn, because the layer is in train mode
+        >>> output.shape, weights.shape
+        (torch.Size([3, 5, 8]), torch.Size([3, 5, 5]))
     """
 
     def __init__(
@@ -55,7 +62,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        # stock encoder layers look here before they take a fused path, in eval mode only, that never calls this module
+        # in eval mode, stock encoder layers check this before they take a fused path that never calls this module
         is_under_construction = "config" not in self.__dict__
         return self.__dict__["_same_embed_dim"] and (is_under_construction or self.training or not self.is_own_path)
 
@@ -85,7 +92,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal is True and attn_mask None; allowed: True beside the mask it describes, as in torch")
+            raise ValueError("is_causal=True needs the attn_mask that it describes, as in torch, got attn_mask=None")
         if query.is_nested or key.is_nested or value.is_nested:
             check_nested(self, query, key, value, key_padding_mask, attn_mask)
             return self._forward_nested(query, need_weights, average_attn_weights)
@@ -123,6 +130,8 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         if bias is not None and self.is_sampling and all(map(only_forbids, (key_padding_mask, attn_mask))):
             # torch's encoder turns boolean masks into numbers; the fused backends take no numbers
             bias = None
+        if self.is_observed:
+            observers.note_attention(self, q, k, mask=mask, bias=bias, is_causal=False, scale=self.head_dim**-0.5)
         dropout_p, scores, weights = self.dropout_now(self.dropout), None, None
         if need_weights or self.bayes_weights is not None:
             with without_autocast(q.device.type):
@@ -146,7 +155,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         else:
             if self.is_measured:
                 scores = sensitivity.through_scores(scores, self)
-            # the same numbers in the same precision as above, written out; rounding what is shown changes nothing else
+            # the same computation in the same precision as above, written out; only the returned weights are rounded
             weights, kl = functional.attention_weights(scores, **options)
             with without_autocast(q.device.type):
                 weights = F.dropout(weights, dropout_p)

@@ -1,4 +1,4 @@
-"""The arguments of `torch.nn.MultiheadAttention`: checked as torch checks them, masks in our convention (True: attend)."""
+"""The arguments of `torch.nn.MultiheadAttention`: checked as in torch, with masks in our convention (True: attend)."""
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +11,19 @@ from bayesattn.ops.attention.masking import FORBIDDEN, look_once, split_bias
 def check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse the shapes that torch's module refuses in eval mode: nothing is broadcast."""
     if query.ndim not in (2, 3):
-        raise ValueError(f"query has shape {tuple(query.shape)}; allowed: (length, features), or three axes with a batch")
+        raise ValueError(
+            f"query must have the axes (length, features), or three axes with a batch, got shape {tuple(query.shape)}"
+        )
     batch_axis = 0 if module.batch_first else 1
     for name, given, width in (("query", query, module.embed_dim), ("key", key, module.kdim), ("value", value, module.vdim)):
         is_batch = query.ndim == 2 or given.ndim == 2 or given.shape[batch_axis] == query.shape[batch_axis]
         if given.ndim != query.ndim or given.shape[-1] != width or not is_batch:
             raise ValueError(
-                f"{name} has shape {tuple(given.shape)}; allowed beside query {tuple(query.shape)}: {query.ndim} axes, "
-                f"{width} features, and the same batch (batch_first is {module.batch_first})"
+                f"{name} must have {query.ndim} axes, {width} features and the batch of query {tuple(query.shape)}, got "
+                f"shape {tuple(given.shape)} (batch_first={module.batch_first})"
             )
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"value has shape {tuple(value.shape)}; allowed beside key: {tuple(key.shape[:-1])} and features")
+        raise ValueError(f"value must have shape {tuple(key.shape[:-1])} and features to fit key, got {tuple(value.shape)}")
 
 
 def check_nested(
@@ -36,8 +38,8 @@ def check_nested(
     is_plain = query is key is value and query.layout == torch.strided and module.batch_first
     if not is_plain or key_padding_mask is not None or attn_mask is not None:
         raise ValueError(
-            "query, key or value is a nested tensor; allowed: one nested tensor of layout torch.strided as all three, "
-            "batch_first=True, and no mask. Otherwise pad it (to_padded_tensor) and give a key_padding_mask"
+            "nested tensors are supported only as one tensor of layout torch.strided for query, key and value, with "
+            "batch_first=True and no mask. Otherwise pad it (to_padded_tensor) and give a key_padding_mask"
         )
 
 
@@ -55,10 +57,10 @@ def split_masks(
     Args:
         key_padding_mask: One row of keys per example.
         attn_mask: `m n`, or `b*h m n`.
-        query: Tells batch and dtype.
+        query: Gives batch size and dtype.
         num_keys: Keys that the caller gave.
         num_heads: Number of heads.
-        extra_keys: Keys that `add_bias_kv` and `add_zero_attn` append, which everyone may attend to.
+        extra_keys: Keys that `add_bias_kv` and `add_zero_attn` append, which every query may attend to.
     """
     mask, bias = None, None
     for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
@@ -85,14 +87,16 @@ def _check_mask(name: str, given: Tensor, query: Tensor, num_keys: int, num_head
     b, m, _ = query.shape
     shapes = ((b, num_keys),) if name == "key_padding_mask" else ((m, num_keys), (b * num_heads, m, num_keys))
     if tuple(given.shape) not in shapes:
-        allowed = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed for {b} examples and {num_heads} heads: {allowed}")
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(
+            f"{name} must have shape {expected} for {b} examples and {num_heads} heads, got {tuple(given.shape)}"
+        )
     # as torch: autocast brings any two types together
     is_added = given.dtype in (torch.float32, query.dtype) or torch.is_autocast_enabled(query.device.type)
     if given.dtype != torch.bool and not (given.is_floating_point() and is_added):
         raise ValueError(
-            f"{name} is {given.dtype}; allowed: torch.bool (True: do not attend), or floats to be added, of type "
-            f"torch.float32 or the query's, {query.dtype}"
+            f"{name} must be torch.bool (True: do not attend), or additive in torch.float32 or the query's {query.dtype}, "
+            f"got {given.dtype}"
         )
 
 

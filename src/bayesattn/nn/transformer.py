@@ -1,4 +1,4 @@
-"""Transformer layers whose attention is sampled: torch's layers with the attention exchanged, nothing else."""
+"""Transformer layers whose attention is sampled: torch's layers, in which only the attention is replaced."""
 
 from torch import Tensor, nn
 
@@ -15,8 +15,8 @@ def _exchange(layer: nn.Module, names: tuple[str, ...], config: AttentionConfig 
     checked_config(config, weights)
     if isinstance(weights, nn.Module) and len(names) > 1:
         raise ValueError(
-            f"weights is one {type(weights).__name__}, and the layer has {len(names)} attention modules; allowed: a "
-            "function that builds one for each"
+            f"weights must be a function that builds one object per attention module, because the layer has {len(names)}, "
+            f"got one {type(weights).__name__}"
         )
     for name in names:
         stock = getattr(layer, name)
@@ -40,6 +40,13 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     While it samples, the attention module declines torch's fused path (which would never call it); in eval mode
     without sampling that path is taken as usual. Arguments as in torch, and `config` or `weights` of `MultiheadAttention`.
+
+    Example:
+        >>> import torch
+        >>> layer = TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, config=AttentionConfig("BAM-WC"))
+        >>> x = torch.randn(3, 5, 8)
+        >>> torch.equal(layer(x), layer(x)), torch.equal(layer.eval()(x), layer(x))  # drawn in train mode only
+        (False, True)
     """
 
     self_attn: MultiheadAttention  # type: ignore[assignment]
@@ -58,7 +65,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         """Return the layer's output, with torch's arguments.
 
         Torch's layer turns boolean masks into numbers first. Here they reach the attention as they are: the fused backends
-        take no numbers, and inside a recording of CUDA launches nobody can look whether they only forbid.
+        take no numbers, and during CUDA-graph capture the host cannot check whether the numbers only mask.
         """
         if not self.self_attn.is_own_path:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
@@ -74,6 +81,12 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer` with Bayesian self- and cross-attention.
 
     Arguments as in torch, and `config`, or `weights` as a function that builds one object per attention module.
+
+    Example:
+        >>> import torch
+        >>> layer = TransformerDecoderLayer(8, 2, 16, batch_first=True, config=AttentionConfig("BAM-WC"))
+        >>> layer(torch.randn(3, 4, 8), torch.randn(3, 5, 8)).shape  # four target positions, five in the memory
+        torch.Size([3, 4, 8])
     """
 
     def __init__(self, *args, config: AttentionConfig | None = None, weights: Weights = None, **kwargs) -> None:

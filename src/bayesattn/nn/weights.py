@@ -1,4 +1,4 @@
-"""Bayesian weights for people with their own attention: any score tensor in, sampled weights out."""
+"""Bayesian weights for custom attention: any score tensor in, sampled weights out."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,6 +7,7 @@ from torch import Tensor
 from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.nn.module import BayesianModule
+from bayesattn.ops.attention import observers
 
 
 class BayesianWeights(BayesianModule):
@@ -16,7 +17,7 @@ class BayesianWeights(BayesianModule):
         config: What is random.
         key_dim: Features of a key of one head; needed for contextual priors.
         num_heads: Heads of the scores; matters only for `prior_per_head`.
-        prior_name: Where several of these are built one right after the other, a name for each: contextual priors of the
+        prior_name: A name for each where several are built one right after the other: contextual priors of the
             same name and generator state start from the same values.
 
     Example:
@@ -75,8 +76,10 @@ class BayesianWeights(BayesianModule):
         mask: Bool[Tensor, "..."] | None = None,
         log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
-        """Return weights and KL, the latter None where nobody records; arguments as for `forward`, which records it."""
+        """Return weights and KL, the latter None where it is not recorded; arguments as for `forward`, which records it."""
         log_prior = self.log_prior_of(scores, keys, mask) if log_prior is None else log_prior
+        if self.is_observed:
+            observers.note_scores(self, scores, mask)
         if self.is_measured:
             scores = sensitivity.through_scores(scores, self)
         return functional.attention_weights(
@@ -84,7 +87,7 @@ class BayesianWeights(BayesianModule):
         )
 
     def log_prior_of(self, scores: Tensor, keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Return ln Ψ of the keys that some query of the scores may attend to; None without keys, or if nobody needs it."""
+        """Return ln Ψ of the keys that some query of the scores may attend to; None without keys, or if it is not needed."""
         if keys is None:
             return None
         return self.log_prior(keys, None if mask is None else _valid_keys(mask, scores))

@@ -1,4 +1,4 @@
-"""Noise: what a draw is (`specification`), whose it is (`keyed`), and how it stays with a growing sequence (`streams`)."""
+"""Noise: how it is drawn (`specification`), per example (`keyed`), and for a growing sequence (`streams`)."""
 
 from bayesattn.noise.keyed import derive_seeds, example_seeds, is_keyed, keyed_noise, next_seeds
 from bayesattn.noise.specification import (

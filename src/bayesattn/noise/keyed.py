@@ -25,28 +25,40 @@ from bayesattn.noise import specification
 _LOW_32 = 0xFFFFFFFF
 _FROM_CALL = _LOW_32
 _FROM_EXAMPLE = _LOW_32 - 1
-# calls whose seeds are computed together; a call alone would cost as much
+# calls whose seeds are computed together, which costs no more than for one
 _CHUNK = 16
 
 _local = threading.local()
-# scopes of all threads: on a GPU, a backward pass recomputes checkpointed calls in a thread of autograd's
+# scopes of all threads: on a GPU, a backward pass recomputes checkpointed calls in an autograd thread
 _open: list["_Scope"] = []
 
 
 def derive_seeds(
     seeds: Int[Tensor, "*#shape"], depth: Int[Tensor, "*#shape"], position: Int[Tensor, "*#shape"]
 ) -> Int[Tensor, "*shape"]:
-    """Return a 63-bit seed for each (seed, depth, position), all broadcast together."""
+    """Return a 63-bit seed for each (seed, depth, position), all broadcast together.
+
+    Example:
+        >>> seeds, calls = torch.tensor([7, 8]), torch.tensor([[0], [1], [2]])
+        >>> derived = derive_seeds(seeds, calls, torch.zeros_like(calls))
+        >>> derived.shape, len(derived.unique())
+        (torch.Size([3, 2]), 6)
+    """
     return _words(seeds, position, depth, torch.zeros_like(depth), _FROM_CALL)
 
 
 def example_seeds(seed: int, step: int, examples: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Return a seed for each example of an optimiser step.
+    """Return a seed for each example of an optimizer step.
 
     Args:
         seed: Of the run.
         step: Below 2^32.
         examples: Indices of the examples in the training set.
+
+    Example:
+        >>> seeds = example_seeds(0, step=5, examples=torch.tensor([3, 9]))
+        >>> torch.equal(seeds.flip(0), example_seeds(0, step=5, examples=torch.tensor([9, 3])))
+        True
     """
     return _words(torch.full_like(examples, seed), examples & _LOW_32, examples >> 32, examples * 0 + step, _FROM_EXAMPLE)
 
@@ -66,9 +78,20 @@ def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
 
     Args:
         seeds: One per example of the batch, in its order, on any device.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> layer = ba.nn.MultiheadAttention(8, 2, config=ba.AttentionConfig("BAM-NOKL"), batch_first=True)
+        >>> x, seeds = torch.randn(3, 5, 8), example_seeds(0, 0, torch.arange(3))
+        >>> with keyed_noise(seeds):
+        ...     together, _ = layer(x, x, x)
+        >>> with keyed_noise(seeds[1:2]):
+        ...     alone, _ = layer(x[1:2], x[1:2], x[1:2])
+        >>> torch.allclose(together[1:2], alone, atol=1e-5)
+        True
     """
     if getattr(_local, "scope", None) is not None:
-        raise RuntimeError("keyed_noise() inside keyed_noise(): allowed is one scope for a batch")
+        raise RuntimeError("keyed_noise() cannot be nested. Use one scope per batch")
     _local.scope = scope = _Scope(seeds)
     _open.append(scope)
     try:
@@ -79,15 +102,30 @@ def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
 
 
 def is_keyed() -> bool:
-    """Return whether the draws of this thread belong to examples: what is recorded now would repeat theirs."""
+    """Return whether the draws of this thread belong to examples: a CUDA graph recorded now would repeat their noise.
+
+    Example:
+        >>> with keyed_noise(torch.tensor([7])):
+        ...     is_keyed()
+        True
+        >>> is_keyed()
+        False
+    """
     return getattr(_local, "scope", None) is not None
 
 
 def next_seeds(batch: int, device: torch.device) -> Int[Tensor, " b"] | None:
     """Return the seeds of the next call's batch entries, or None where no scope is open: then torch's generator draws.
 
-    A call is known by what torch's generator draws at its beginning. Checkpointing puts the generator back before it runs
-    a call again, so the second run finds the number that the first one was given.
+    A call is identified by a number that torch's generator draws at its beginning. Checkpointing restores the generator
+    before it runs a call again, so both runs draw the same number and get the same seeds.
+
+    Example:
+        >>> next_seeds(2, torch.device("cpu")) is None
+        True
+        >>> with keyed_noise(torch.tensor([7, 8])):
+        ...     next_seeds(2, torch.device("cpu")).shape
+        torch.Size([2])
     """
     if not _open:
         return None
@@ -119,8 +157,8 @@ class _Scope:
         examples = self.seeds.shape[0]
         if examples == 0 or batch % examples:
             raise ValueError(
-                f"an attention call has a batch of {batch}; allowed inside keyed_noise() with {examples} seeds: a multiple "
-                "of that (train a model of another shape with `noise: generator`, predict without batch_dims)"
+                f"keyed_noise() with {examples} seeds needs attention calls whose batch is a multiple of {examples}, got a "
+                f"batch of {batch}. Train a model of another shape with `noise: generator`, and predict without batch_dims"
             )
         if batch == examples:
             chunk, row = divmod(number, _CHUNK)

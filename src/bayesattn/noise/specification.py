@@ -13,10 +13,10 @@ and with any tiling, so backward passes, recomputation and other kernels see the
              key 2l takes R cos θ, key 2l+1 takes R sin θ                   ~ N(0, 1), Box–Muller
     dropout  an entry is dropped where r < round(2^16 p), with b + 2^31 in place of b: bits of their own
 
-So one call serves eight keys of a group of 32: those that one thread of a GPU holds of a row when tensor cores have
-computed the scores, which therefore never have to travel to meet their noise.
+So one call serves eight keys of a group of 32. They are the ones that a GPU thread holds of a row after tensor cores have
+computed the scores, so scores and noise are in the same thread.
 
-Sixteen bits a draw halve the generator's cost, and the error is far below what attention can see: the CDF is
+Sixteen bits per draw halve the generator's cost, and the error is far too small to matter for attention: the CDF is
 within 2^-17 of the exact one, E lies in [7.6e-6, 11.8] and |ε| ≤ 4.86. `tests/statistical` measures both.
 
 A seed is one 64-bit integer for the whole call, or one per batch entry. With one per entry the counter's
@@ -49,12 +49,27 @@ Shape4 = tuple[int, int, int, int]
 
 
 def draw_seed(device: torch.device | str = "cpu") -> Int[Tensor, ""]:
-    """Draw a 63-bit seed from torch's generator for `device`, so that `torch.manual_seed` governs it."""
+    """Draw a 63-bit seed from torch's generator for `device`, so that `torch.manual_seed` governs it.
+
+    Example:
+        >>> with torch.random.fork_rng(devices=[]):
+        ...     first = torch.manual_seed(0) and draw_seed()
+        ...     again = torch.manual_seed(0) and draw_seed()
+        >>> first.dtype, bool(first == again)
+        (torch.int64, True)
+    """
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def as_seed(seed: Seed, batch: int, device: torch.device | str) -> Int[Tensor, ""] | Int[Tensor, " b"]:
-    """Return a checked seed as an int64 tensor on `device`: one for all, or one per batch entry."""
+    """Return a checked seed as an int64 tensor on `device`: one for all, or one per batch entry.
+
+    Example:
+        >>> as_seed(7, batch=2, device="cpu")
+        tensor(7)
+        >>> as_seed(torch.tensor([7, 8]), batch=2, device="cpu")  # one per batch entry
+        tensor([7, 8])
+    """
     if isinstance(seed, Tensor):
         is_fine = seed.dtype == torch.int64 and (seed.ndim == 0 or tuple(seed.shape) == (batch,))
         value = f"a {seed.dtype} tensor of shape {tuple(seed.shape)}"
@@ -62,7 +77,7 @@ def as_seed(seed: Seed, batch: int, device: torch.device | str) -> Int[Tensor, "
         is_fine = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63
         value = repr(seed)
     if not is_fine:
-        raise ValueError(f"seed is {value}; allowed: a 64-bit integer, or an int64 tensor with one or {batch} entries")
+        raise ValueError(f"seed must be a 64-bit integer, or an int64 tensor with one or {batch} entries, got {value}")
     return torch.as_tensor(seed, dtype=torch.int64, device=device)
 
 
@@ -71,6 +86,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
     The arithmetic is on int64: the product of two 32-bit words wraps modulo 2^64, which leaves all 64 bits right,
     and masking after the arithmetic shift drops the sign.
+
+    Example:
+        >>> zero = torch.tensor(0)
+        >>> [hex(int(word)) for word in philox((zero, zero, zero, zero), (zero, zero))]
+        ['0x5f6fb709', '0xd893f64', '0x4f121f81', '0x4f730a48']
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -96,6 +116,11 @@ def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str, *, str
         shape: Batch, heads, queries, keys.
         device: Where they are made.
         stream: Added to the batch word; 0 for noise, or `DROPOUT_STREAM`.
+
+    Example:
+        >>> halves = counter_halves(0, (1, 2, 3, 5), "cpu")  # batch, heads, queries, keys
+        >>> halves.shape, halves.dtype
+        (torch.Size([1, 2, 3, 32]), torch.int16)
     """
     b, h, m, n = shape
     seed = as_seed(seed, b, device)
@@ -122,27 +147,49 @@ def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str, *, str
 def generator_halves(
     shape: Shape4, device: torch.device | str, generator: torch.Generator | None = None
 ) -> Int16[Tensor, "b h m n"]:
-    """Draw the same kind of integers from torch's generator: several times faster on a CPU, for calls without a seed."""
+    """Draw the same kind of integers from torch's generator: several times faster on a CPU, for calls without a seed.
+
+    Example:
+        >>> halves = generator_halves((1, 2, 3, 5), "cpu", torch.Generator().manual_seed(0))
+        >>> halves.shape, halves.dtype
+        (torch.Size([1, 2, 3, 5]), torch.int16)
+    """
     numel = math.prod(shape)
     size, limits = (-(-numel // 4),), (-(2**63), 2**63 - 1)
-    # torch.compile knows sizes that depend on data only where no generator is named, not even None
+    # torch.compile supports data-dependent sizes only where no generator is passed, not even None
     named: dict[str, Any] = {} if generator is None else {"generator": generator}
     words = torch.randint(*limits, size, dtype=torch.int64, device=device, **named)
     return words.view(torch.int16)[:numel].view(shape)
 
 
 def to_uniform(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return u = (r + 1/2) / 2^16 from the shifted integers."""
+    """Return u = (r + 1/2) / 2^16 from the shifted integers.
+
+    Example:
+        >>> to_uniform(torch.tensor([-32768, 0, 32767], dtype=torch.int16), torch.float64)
+        tensor([7.6294e-06, 5.0001e-01, 9.9999e-01], dtype=torch.float64)
+    """
     return halves.to(dtype).add_(_HALF_RANGE + 0.5).mul_(2.0**-16)
 
 
 def to_exponential(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return E = −ln u from the shifted integers."""
+    """Return E = −ln u from the shifted integers.
+
+    Example:
+        >>> to_exponential(torch.tensor([-32768, 0, 32767], dtype=torch.int16), torch.float64)
+        tensor([1.1784e+01, 6.9313e-01, 7.6294e-06], dtype=torch.float64)
+    """
     return to_uniform(halves, dtype).log_().neg_()
 
 
 def to_normal(halves: Int16[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return ε by Box–Muller from the shifted integers; neighbours on the last axis, whose length is even, share a word."""
+    """Return ε by Box–Muller from the shifted integers; neighbors on the last axis, whose length is even, share a word.
+
+    Example:
+        >>> to_normal(torch.tensor([0, -32768, 0, 0], dtype=torch.int16), torch.float64)  # two words, two keys each
+        tensor([ 1.1774e+00,  5.6441e-05, -1.1774e+00, -5.6441e-05],
+               dtype=torch.float64)
+    """
     pairs = to_uniform(halves, dtype).unflatten(-1, (-1, 2))
     radius, angle = torch.sqrt(-2.0 * torch.log(pairs[..., 0])), 2.0 * math.pi * pairs[..., 1]
     return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1).flatten(-2)
@@ -164,6 +211,11 @@ def exponential(
         device: Where the draws are made.
         dtype: Type of the result; the random integers do not depend on it.
         generator: Drawn from instead of torch's default one when there is no seed.
+
+    Example:
+        >>> draws = exponential(0, (1, 1, 1, 10_000))
+        >>> bool((draws > 0).all()), bool((draws.mean() - 1).abs() < 0.05)
+        (True, True)
     """
     halves = generator_halves(shape, device, generator) if seed is None else counter_halves(seed, shape, device)
     return to_exponential(halves[..., : shape[-1]], dtype)
@@ -177,7 +229,15 @@ def normal(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return ε ~ N(0, 1) for every entry, two by Box–Muller from each word; arguments as for `exponential`."""
+    """Return ε ~ N(0, 1) for every entry, two by Box–Muller from each word; arguments as for `exponential`.
+
+    Example:
+        >>> draws = normal(0, (1, 1, 1, 10_000))
+        >>> bool(draws.mean().abs() < 0.05), bool((draws.std() - 1).abs() < 0.05)
+        (True, True)
+        >>> torch.equal(draws, normal(0, (1, 1, 1, 10_000)))  # the same seed, the same draws
+        True
+    """
     if seed is None:
         # torch's own sampler is exact and faster; there is no seed whose draws it would have to match
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
@@ -193,7 +253,13 @@ def log_noise(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return what sampling adds to the scores, up to a constant of the row: ln E / k, or σ_q ε."""
+    """Return what sampling adds to the scores, up to a constant of the row: ln E / k, or σ_q ε.
+
+    Example:
+        >>> noise = log_noise(0, (1, 1, 1, 10_000), AttentionConfig("BAM-LF", sigma_q=0.3))
+        >>> bool((noise.std() - 0.3).abs() < 0.01)
+        True
+    """
     options = {"device": device, "dtype": dtype, "generator": generator}
     if config.family == "weibull":
         return exponential(seed, shape, **options).log_().div_(config.weibull_k)
@@ -201,14 +267,26 @@ def log_noise(
 
 
 def log_noise_variance(config: AttentionConfig) -> float:
-    """Return the variance of `log_noise`: π²/(6k²), or σ_q²."""
+    """Return the variance of `log_noise`: π²/(6k²), or σ_q².
+
+    Example:
+        >>> log_noise_variance(AttentionConfig("BAM-LF", sigma_q=0.5))
+        0.25
+        >>> round(log_noise_variance(AttentionConfig("BAM-WF", weibull_k=10.0)), 6)  # π² / (6 k²)
+        0.016449
+    """
     if config.family == "weibull":
         return math.pi**2 / (6.0 * config.weibull_k**2)
     return config.sigma_q**2
 
 
 def dropout_numbers(p: float) -> tuple[int, float]:
-    """Return how many of the 2^16 values of an entry's bits drop it, and what the others are multiplied by."""
+    """Return how many of the 2^16 values of an entry's bits drop it, and what the others are multiplied by.
+
+    Example:
+        >>> dropout_numbers(0.25)
+        (16384, 1.3333333333333333)
+    """
     dropped = round(_RANGE * p)
     return dropped, _RANGE / (_RANGE - dropped) if dropped < _RANGE else 0.0
 
@@ -224,6 +302,11 @@ def dropout_factor(
         p: Probability of 0.
         device: Where the draws are made.
         dtype: Type of the result.
+
+    Example:
+        >>> factor = dropout_factor(0, (1, 1, 1, 10_000), 0.5)
+        >>> factor.unique(), bool((factor.mean() - 1).abs() < 0.05)
+        (tensor([0., 2.]), True)
     """
     dropped, kept = dropout_numbers(p)
     halves = counter_halves(seed, shape, device, stream=DROPOUT_STREAM)[..., : shape[-1]]

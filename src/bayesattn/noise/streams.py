@@ -18,7 +18,7 @@ class NoiseStream:
 
     Args:
         seeds: One seed per sequence.
-        layers: The attention modules that will ask, in the model's order.
+        layers: The attention modules that draw from it, in the model's order.
     """
 
     def __init__(self, seeds: Int[Tensor, " s"], layers: Sequence[object]) -> None:
@@ -42,9 +42,7 @@ class NoiseStream:
         Entries of the batch in excess of the sequences are beams: consecutive ones share a sequence.
         """
         if batch % self.seeds.shape[0]:
-            raise ValueError(
-                f"the batch has {batch} entries; allowed with {self.seeds.shape[0]} noise seeds: a multiple of that"
-            )
+            raise ValueError(f"the batch must be a multiple of the {self.seeds.shape[0]} noise seeds, got {batch} entries")
         # a module that is called several times in one forward pass (ALBERT) counts as several layers
         call = self._calls.get(id(layer), 0)
         self._calls[id(layer)] = call + 1

@@ -1,4 +1,4 @@
-"""Backward passes of our own that cannot be differentiated again say so."""
+"""An error for custom backward passes that cannot be differentiated again."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def once_differentiable(
     """Refuse `create_graph=True`.
 
     torch's decorator of this name raises only where the second derivative runs through the marked function alone. Where
-    another path leads to the same parameters, `torch.autograd.grad` leaves this one out without a word.
+    another path leads to the same parameters, `torch.autograd.grad` silently leaves this one out.
     """
 
     @functools.wraps(backward)

@@ -4,7 +4,7 @@ from bayesattn.optional import needs_extra
 
 with needs_extra("bayesattn.plots", "plots"):
     from bayesattn.plots.attention import plot_attention, plot_attention_heads
-    from bayesattn.plots.doubt import plot_doubt
+    from bayesattn.plots.doubt import plot_doubt, plot_image_doubt
     from bayesattn.plots.graph import plot_edge_uncertainty
     from bayesattn.plots.overlay import plot_overlay
     from bayesattn.plots.uncertainty import (
@@ -23,6 +23,7 @@ __all__ = [
     "plot_doubt",
     "plot_edge_uncertainty",
     "plot_entropy",
+    "plot_image_doubt",
     "plot_overlay",
     "plot_p_values",
     "plot_pavpu",

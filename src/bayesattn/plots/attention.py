@@ -1,4 +1,4 @@
-"""Figures about attention weights: what the prior says, what the posterior says, and where it is unsure."""
+"""Figures about attention weights: the prior, the posterior, and where the posterior is uncertain."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesattn.plots.style import SEQUENTIAL, array, main_title, names, new_figure
 from bayesattn.plots.style import title as set_title
+from bayesattn.scalars import check_choice
 
 
 def plot_attention(
@@ -32,17 +33,24 @@ def plot_attention(
         keys: Column names.
         num_shown: How many samples to draw.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> weights = torch.softmax(torch.randn(8, 3, 5), dim=-1)
+        >>> figure = plot_attention(weights, prior_weights=torch.full((5,), 0.2), num_shown=1)
+        >>> [ax.get_title() for ax in figure.axes if ax.get_title()]
+        ['prior Ψ', 'mean of W', 'standard deviation of W', 'sample 1']
     """
     sampled = array(weights)
     if sampled.ndim != 3 or sampled.size == 0 or len(sampled) < 2:
-        raise ValueError(f"weights has shape {sampled.shape}; allowed: (draws, queries, keys) with at least 2 draws")
+        raise ValueError(f"weights must have shape (draws, queries, keys) with at least 2 draws, got {sampled.shape}")
     _, m, n = sampled.shape
     rows, columns = names(queries, map(str, range(m)), "queries", m), names(keys, map(str, range(n)), "keys", n)
     panels = [("mean of W", sampled.mean(axis=0)), ("standard deviation of W", sampled.std(axis=0, ddof=1))]
     panels += [(f"sample {index + 1}", sampled[index]) for index in range(min(num_shown, len(sampled)))]
     if prior_weights is not None:
         if tuple(prior_weights.shape) != (n,):
-            raise ValueError(f"prior_weights has shape {tuple(prior_weights.shape)}; allowed: ({n},), one for every key")
+            raise ValueError(f"prior_weights must have shape ({n},), one per key, got {tuple(prior_weights.shape)}")
         panels.insert(0, ("prior Ψ", array(prior_weights)[None, :]))
     size = min(3.4, max(1.9, 0.28 * max(m, n)))
     figure, axes = new_figure(size * len(panels) + 0.6, size * min(1.4, max(0.6, m / n)) + 1.1, columns=len(panels))
@@ -78,17 +86,25 @@ def plot_attention_heads(
         keys: Column names.
         steps: Queries to show, one under the other; all as one map if None.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> weights = torch.softmax(torch.randn(8, 2, 3, 5), dim=-1)
+        >>> figure = plot_attention_heads(weights, statistic="std")
+        >>> [ax.get_title() for ax in figure.axes if ax.get_title()]
+        ['head 1', 'head 2']
     """
-    if statistic not in ("mean", "std"):
-        raise ValueError(f"statistic is {statistic!r}; allowed: 'mean', 'std'")
+    check_choice("statistic", statistic, ("mean", "std"))
     sampled = array(weights)
     if sampled.ndim != 4 or sampled.size == 0 or (statistic == "std" and len(sampled) < 2):
-        raise ValueError(f"weights has shape {sampled.shape}; allowed: (draws, heads, queries, keys), 2 draws for 'std'")
+        raise ValueError(
+            f"weights must have shape (draws, heads, queries, keys), with 2 draws for 'std', got {sampled.shape}"
+        )
     _, heads, m, n = sampled.shape
     rows, columns = names(queries, map(str, range(m)), "queries", m), names(keys, map(str, range(n)), "keys", n)
     chosen = list(range(m)) if steps is None else list(steps)
     if not chosen or any(not 0 <= step < m for step in chosen):
-        raise ValueError(f"steps is {chosen}; allowed: at least one number from 0 to {m - 1}")
+        raise ValueError(f"steps must be one or more numbers from 0 to {m - 1}, got {chosen}")
     values = (sampled.mean(axis=0) if statistic == "mean" else sampled.std(axis=0, ddof=1))[:, chosen]
     rows = [rows[step] for step in chosen]
     across = min(heads, 4)
@@ -111,7 +127,7 @@ def plot_attention_heads(
 
 
 def _label(ax, rows: list[str], columns: list[str]) -> None:
-    # words are worth a line each as long as they fit; numbers are thinned out
+    # words get one tick each as long as they fit; numbers are thinned out
     for axis, labels, rotate in ((ax.yaxis, rows, False), (ax.xaxis, columns, True)):
         thin = max(1, -(-len(labels) // 24))
         axis.set_ticks(np.arange(0, len(labels), thin), [label[:18] for label in labels[::thin]])

@@ -29,25 +29,32 @@ def plot_overlay(
     columns: Sequence[str] | None = None,
     title: str = "",
 ) -> Figure:
-    """Draw the image and, over grey copies of it, attention maps: one row a map, one column a word.
+    """Draw the image and, over gray copies of it, attention maps: one row per map, one column per word.
 
     Args:
         image: RGB, uint8 or floats from 0 to 1.
         maps: By name (`prior`, `mean`, `std`), weights of the regions at each of `t` steps. A map with one row is the same
-            at every step and is drawn once. Prior and mean share a colour scale, the deviation has its own.
+            at every step and is drawn once. Prior and mean share a color scale, the deviation has its own.
         grid: Rows and columns that the regions form, row by row from the top left.
         boxes: Left, top, right, bottom of every region as fractions of the image; give `grid` or `boxes`.
         columns: One word per step; a single step needs none.
         title: Above the figure: the question and its answer, the caption.
+
+    Example:
+        >>> import torch
+        >>> maps = {"mean": torch.softmax(torch.randn(3, 4), dim=-1), "std": torch.rand(3, 4)}
+        >>> figure = plot_overlay(torch.rand(8, 8, 3), maps, grid=(2, 2), columns=["a", "red", "bus"], title="a red bus")
+        >>> figure.get_suptitle()
+        'a red bus'
     """
     picture = _as_picture(image)
     drawn = {name: _laid_out(name, values, picture.shape[:2], grid, boxes) for name, values in maps.items()}
     if not drawn:
-        raise ValueError("maps is empty; allowed: at least one map")
+        raise ValueError("maps must hold at least one map, got none")
     steps = max(map(len, drawn.values()))
     if any(len(layers) not in (1, steps) for layers in drawn.values()):
         lengths = {name: len(layers) for name, layers in drawn.items()}
-        raise ValueError(f"maps have {lengths} rows; allowed: one, or {steps}")
+        raise ValueError(f"maps must have one row or {steps}, got {lengths}")
     words = names(columns, [""] if steps == 1 else map(str, range(steps)), "columns", steps)
     scales = _scales(drawn)
     figure = _one_line(picture, drawn, scales) if steps == 1 else _by_word(picture, drawn, scales, words)
@@ -63,7 +70,7 @@ def blend(
     grid: tuple[int, int] | None = None,
     boxes: Float[Tensor, "n 4"] | None = None,
 ) -> Float[np.ndarray, "height width 3"]:
-    """Return the image in grey with one map over it in colour, from nothing to the map's largest weight; RGB from 0 to 1."""
+    """Return the image in gray with one map over it in color, from nothing to the map's largest weight; RGB from 0 to 1."""
     picture = _as_picture(image)
     layer = _laid_out("weights", weights[None], picture.shape[:2], grid, boxes)[0]
     return _mix(picture, layer, ScalarMappable(Normalize(0.0, max(float(layer.max()), 1e-12)), SEQUENTIAL))
@@ -71,7 +78,7 @@ def blend(
 
 def _as_picture(image: Tensor) -> np.ndarray:
     if image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
-        raise ValueError(f"image has shape {tuple(image.shape)}; allowed: (height, width, 3)")
+        raise ValueError(f"image must have shape (height, width, 3), got {tuple(image.shape)}")
     values = array(image)
     return values if image.is_floating_point() else values / 255.0
 
@@ -81,10 +88,12 @@ def _laid_out(
 ) -> list[np.ndarray]:
     """Return every row of a map as one weight per pixel of the image."""
     if (grid is None) == (boxes is None):
-        raise ValueError(f"grid is {grid} and boxes is {'None' if boxes is None else 'given'}; allowed: one of the two")
+        raise ValueError(f"give either grid or boxes, got {'both' if boxes is not None else 'neither'}")
     expected = len(boxes) if boxes is not None else (grid or (0, 0))[0] * (grid or (0, 0))[1]
     if values.ndim != 2 or values.shape[1] != expected or len(values) == 0:
-        raise ValueError(f"map {name!r} has shape {tuple(values.shape)}; allowed: (steps, {expected}), one weight a region")
+        raise ValueError(
+            f"map {name!r} must have shape (steps, {expected}), one weight per region, got {tuple(values.shape)}"
+        )
     rows = np.nan_to_num(array(values))
     if boxes is not None:
         return [_on_boxes(row, array(boxes), size) for row in rows]
@@ -113,14 +122,14 @@ def _on_boxes(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, ...]) -> 
 
 
 def _scales(drawn: Mapping[str, list[np.ndarray]]) -> dict[str, ScalarMappable]:
-    """Return one colour scale for all weights, so that they can be compared, and one for every deviation."""
+    """Return one color scale for all weights, so that they can be compared, and one for every deviation."""
     top = max((float(np.max(layers)) for name, layers in drawn.items() if name != "std"), default=0.0)
     tops = {name: float(np.max(layers)) if name == "std" else top for name, layers in drawn.items()}
     return {name: ScalarMappable(Normalize(0.0, max(largest, 1e-12)), SEQUENTIAL) for name, largest in tops.items()}
 
 
 def _mix(picture: np.ndarray, layer: np.ndarray, scale: ScalarMappable) -> np.ndarray:
-    # a grey picture: colours of the map must not mix with colours of things
+    # a gray picture: colors of the map must not mix with colors of things
     grey = np.repeat(picture.mean(axis=2, keepdims=True), 3, axis=2)
     color = np.asarray(scale.to_rgba(layer))[..., :3]
     return PICTURE_SHARE * grey + (1.0 - PICTURE_SHARE) * color

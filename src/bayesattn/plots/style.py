@@ -1,4 +1,4 @@
-"""One look for all figures: sizes, the Okabe-Ito palette, and marks that survive a grey-scale printer.
+"""One look for all figures: sizes, the Okabe-Ito palette, and marks that survive a gray-scale printer.
 
 Figures are made without pyplot: no global state, no window, nothing to close; they save with `figure.savefig(path)`.
 """
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-# Okabe and Ito (2008), distinguishable with every common colour vision; ordered so that neighbours differ in lightness
+# Okabe and Ito (2008), distinguishable with every common color vision; ordered so that neighbors differ in lightness
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -35,7 +35,7 @@ def new_figure(
 
 
 def title(ax: Axes, text: str) -> None:
-    """Write a title in the size that fits small figures; it may come from data, so no mathematics in it."""
+    """Write a title in the size that fits small figures; it may come from data, so it is not read as mathematics."""
     spec, figure = ax.get_subplotspec(), ax.get_figure(root=True)
     assert figure is not None
     columns = 1 if spec is None else spec.get_gridspec().ncols
@@ -70,7 +70,7 @@ def legend(ax: Axes, **options: Any) -> None:
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Draw the legend under the axes, in room of its own: names of models may be many and long, and would hide the lines."""
+    """Draw the legend under the axes, in space of its own: many or long names of models would hide the lines."""
     width = figure.get_figwidth() - 0.6
     for handle in handles:
         handle.set_label(wrapped(str(handle.get_label()), width, 8))
@@ -90,6 +90,6 @@ def names(value: Sequence[str] | None, default: Iterable[str], what: str, count:
     """Return the given names, or the default ones; raise if there are too few or too many."""
     found = list(default) if value is None else [str(name) for name in value]
     if len(found) != count:
-        raise ValueError(f"{what} has {len(found)} entries; allowed: {count}")
+        raise ValueError(f"{what} must have {count} entries, got {len(found)}")
     # names come from data: a dollar sign would start matplotlib's mathematics
     return [name.replace("$", r"\$") for name in found]

@@ -29,6 +29,7 @@ from bayesattn.plots.style import (
     plain,
 )
 from bayesattn.plots.style import title as set_title
+from bayesattn.scalars import check_choice
 
 Columns = tuple[Float[Tensor, " b"], Shaped[Tensor, " b"]]
 
@@ -49,6 +50,13 @@ def plot_reliability(
         num_bins: How many bins at most.
         scheme: Bins of equal width or equal count.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> confidence, accuracy = torch.tensor([0.65, 0.75, 0.85, 0.95]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+        >>> figure = plot_reliability(confidence, accuracy, num_bins=5)
+        >>> figure.axes[0].get_title()
+        'Reliability (ECE 0.150)'
     """
     bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme)
     figure, axes = new_figure(4.2, 4.6, rows=2, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
@@ -78,9 +86,17 @@ def plot_calibration(
         num_bins: How many bins at most.
         scheme: Bins of equal width or equal count; of the latter each mark stands for as many predictions.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> confidence, accuracy = torch.tensor([0.6, 0.7, 0.8, 0.9]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+        >>> models = {"soft": (confidence, accuracy), "BAM": (confidence - 0.1, accuracy)}
+        >>> figure = plot_calibration({"validation": models, "test": models}, num_bins=2)
+        >>> [ax.get_title() for ax in figure.axes]
+        ['validation', 'test']
     """
     if len(panels) == 0:
-        raise ValueError("panels is empty; allowed: at least one data set")
+        raise ValueError("panels must hold at least one data set, got none")
     figure, axes = new_figure(0.6 + 3.1 * len(panels), 3.5, columns=len(panels))
     # one look per model, also where a data set lacks some
     models = list(dict.fromkeys(name for curves in panels.values() for name in _some(curves)))
@@ -94,7 +110,7 @@ def plot_calibration(
             sure, right = array(bins.confidence), array(bins.accuracy)
             ax.plot(sure, right, label=label, marker=marker, markersize=4, linewidth=1.4, **_look(index))
             lowest = min(lowest, float(sure.min()), float(right.min()))
-        # most classifiers are never less sure than chance: the empty corner is left out
+        # most classifiers are never less confident than chance: the empty corner is left out
         start = max(0.0, np.floor(10 * lowest) / 10 - 0.02)
         ax.set(xlim=(start, 1.02), ylim=(start, 1.02), xlabel="confidence")
         set_title(ax, panel)
@@ -113,6 +129,13 @@ def plot_risk_coverage(curves: Mapping[str, Columns | Sequence[Columns]], *, tit
     Args:
         curves: For each model its confidences and accuracies, or those of several runs: their curves and AURC are averaged.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> confidence, accuracy = torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+        >>> figure = plot_risk_coverage({"soft": (confidence, accuracy)})
+        >>> figure.axes[0].lines[0].get_label()
+        'soft (AURC 0.146)'
     """
     figure, axes = new_figure()
     ax, highest = axes[0, 0], 0.0
@@ -142,14 +165,21 @@ def plot_pavpu(
         curves: For each model the results of `pavpu_by_threshold` or `pavpu_by_num_samples`.
         over: `threshold` or `num_samples`.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> from bayesattn.metrics import pavpu_by_threshold
+        >>> samples, accuracy = torch.softmax(torch.randn(5, 6, 3), dim=-1), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+        >>> figure = plot_pavpu({"BAM": pavpu_by_threshold(samples, accuracy, [0.01, 0.05, 0.1])})
+        >>> figure.axes[0].get_title()
+        'PAvPU (paired, probability, M = 5)'
     """
-    if over not in ("threshold", "num_samples"):
-        raise ValueError(f"over is {over!r}; allowed: 'threshold', 'num_samples'")
+    check_choice("over", over, ("threshold", "num_samples"))
     figure, axes = new_figure()
     ax = axes[0, 0]
     for index, (name, points) in enumerate(_some(curves).items()):
         if len(points) == 0:
-            raise ValueError(f"curves[{name!r}] is empty; allowed: at least one PAvPU")
+            raise ValueError(f"curves[{name!r}] must hold at least one PAvPU, got none")
         points = sorted(points, key=lambda point: getattr(point, over))
         x = [getattr(point, over) for point in points]
         color = COLORS[index % len(COLORS)]
@@ -181,12 +211,19 @@ def plot_p_values(
         accuracy: Acc_i; above one half counts as right.
         threshold: Drawn as a line; left of it is certain.
         title: Above the figure.
+
+    Example:
+        >>> import torch
+        >>> p_value, accuracy = torch.tensor([0.01, 0.02, 0.4, 0.03]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+        >>> figure = plot_p_values(p_value, accuracy)
+        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        ['right (3)', 'wrong (1)']
     """
     figure, axes = new_figure()
     ax = axes[0, 0]
     p, right = array(p_value), array(accuracy) > 0.5
     if len(p) == 0 or len(p) != len(right):
-        raise ValueError(f"p_value and accuracy have lengths {len(p)} and {len(right)}; allowed: one length, at least 1")
+        raise ValueError(f"p_value and accuracy must have one common length of at least 1, got {len(p)} and {len(right)}")
     edges = np.linspace(0, 1, 21)
     _shares(ax, p[right], edges, GOOD, "right", filled=True)
     _shares(ax, p[~right], edges, BAD, "wrong", filled=False)
@@ -216,10 +253,16 @@ def plot_entropy(
         entropy_out: Of inputs from elsewhere.
         title: Above the figure.
         xlabel: Below the axis, for another score than entropy.
+
+    Example:
+        >>> import torch
+        >>> figure = plot_entropy(torch.tensor([0.1, 0.2, 0.15]), torch.tensor([0.8, 1.0]))
+        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        ['in distribution (3)', 'out of distribution (2)']
     """
     inside, outside = array(entropy_in), array(entropy_out)
     if len(inside) == 0 or len(outside) == 0:
-        raise ValueError(f"entropies have lengths {len(inside)} and {len(outside)}; allowed: at least 1 each")
+        raise ValueError(f"entropies must have at least one value each, got {len(inside)} and {len(outside)}")
     figure, axes = new_figure()
     ax = axes[0, 0]
     both = np.concatenate([inside, outside])
@@ -238,7 +281,7 @@ def _ece(bins: ReliabilityBins) -> float:
 
 
 def _shares(ax, values: np.ndarray, edges: np.ndarray, color: str, label: str, *, filled: bool) -> None:
-    # filled against outlined keeps the two apart without colour
+    # filled against outlined keeps the two apart without color
     share = np.histogram(values, edges)[0] / max(1, len(values))
     ax.stairs(
         share,
@@ -257,5 +300,5 @@ def _look(index: int) -> dict[str, str]:
 
 def _some(curves: Mapping) -> Mapping:
     if len(curves) == 0:
-        raise ValueError("curves is empty; allowed: at least one model")
+        raise ValueError("curves must hold at least one model, got none")
     return curves

@@ -16,8 +16,8 @@ def build(classes=2):
     return hf.BertForSequenceClassification(hf.BertConfig(**{**SMALL, "num_labels": classes})).double().eval()
 
 
-def labelled(model, noise, count=6, size=32):
-    """Label inputs by the linearised model itself: what the true scale is, is known."""
+def labeled(model, noise, count=6, size=32):
+    """Label inputs by the linearized model itself: what the true scale is, is known."""
     generator, result = torch.Generator().manual_seed(1), []
     for _ in range(count):
         ids = torch.randint(3, 61, (size, 7), generator=generator)
@@ -34,7 +34,7 @@ def test_finds_the_scale_behind_the_labels(variant):
     model = build()
     # noise as large as the margins themselves, so that the labels depend on it
     true_k = 0.4
-    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=true_k), count=20)
+    data = labeled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=true_k), count=20)
     ba.bayesianize(model, ba.AttentionConfig(variant))
     calls = []
     handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -56,7 +56,7 @@ def test_finds_the_scale_behind_the_labels(variant):
 
 def test_candidates_and_more_classes():
     model = build(classes=4)
-    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=0.5))
+    data = labeled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=0.5))
     data[0]["labels"][:5] = -100
     ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL"))
     two = ba.tune_noise(model, data, method="closed-form", candidates=[50.0, 1.0, 0.5], quiet=True)
@@ -68,7 +68,7 @@ def test_candidates_and_more_classes():
 
 def test_threshold_keeps_its_promise_on_its_data():
     model = build()
-    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=8)
+    data = labeled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=8)
     ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL"))
     result = ba.tune_noise(model, data, method="closed-form", risk=0.4, quiet=True)
     answered = [result.selector.answers(ba.uncertainty(model, {"input_ids": b["input_ids"]}).t) for b in data]
@@ -80,7 +80,7 @@ def test_threshold_keeps_its_promise_on_its_data():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"method": "closed"}, "method is 'closed'"),
+        ({"method": "closed"}, "method must be one of 'draws', 'closed-form', got 'closed'"),
         ({"risk": 0.1}, "needs method='closed-form'"),
         ({"method": "closed-form", "per_layer": True}, "fits one scale"),
         ({"method": "closed-form", "risk": 1e-6}, "target_error is 1e-06"),
@@ -89,7 +89,7 @@ def test_threshold_keeps_its_promise_on_its_data():
 def test_wrong_options_are_refused_and_the_model_stays(options, match, monkeypatch):
     no_type_checks(monkeypatch)
     model = build()
-    data = labelled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=1)
+    data = labeled(model, ba.AttentionConfig("BAM-NOKL", weibull_k=2.0), count=1)
     ba.bayesianize(model, ba.AttentionConfig("BAM-WC", weibull_k=7.0))
     with pytest.raises(ValueError, match=match):
         ba.tune_noise(model, data, quiet=True, **options)

@@ -282,14 +282,14 @@ def _nan(model):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"method": "closed"}, "method is 'closed'"),
-        ({"num_samples": 1}, "num_samples is 1"),
-        ({"target": "margins"}, "target is 'margins'"),
-        ({"target": 3}, "the model has the classes 0 to 2"),
+        ({"method": "closed"}, "method must be one of 'closed-form', 'draws', 'linearized', got 'closed'"),
+        ({"num_samples": 1}, "num_samples must be an integer of at least 2, got 1"),
+        ({"target": "margins"}, "target must be 'margin', .*, got 'margins'"),
+        ({"target": 3}, "target must be a class from 0 to 2, got 3"),
         ({"target": torch.tensor([0, 1])}, "a tensor of 3 integers"),
-        ({"target": "value"}, "one value per example"),
+        ({"target": "value"}, "target='value' needs one output per example, got"),
         ({"target": "span"}, "no start_logits"),
-        ({"target": lambda o: o.logits}, r"target gave shape \(3, 3\)"),
+        ({"target": lambda o: o.logits}, r"target must return one .* number per example, got shape \(3, 3\)"),
         ({"target": lambda o: o.logits[:, 0].detach()}, "does not depend on the attention"),
         ({"target": lambda o: o.logits[:, 0] / 0.0}, "NaN or infinity"),
         ({"config": ba.AttentionConfig("soft")}, "no noise"),
@@ -309,7 +309,7 @@ def test_bad_models_and_batches_are_refused_by_name(monkeypatch):
     model, inputs = build("bert-sdpa")
     with pytest.raises(ValueError, match="no attention was found"):
         ba.uncertainty(nn.Linear(3, 2), torch.randn(4, 3))
-    with pytest.raises(ValueError, match=r"model is a str"):
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got str"):
         ba.uncertainty("bert", inputs)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         ba.uncertainty(model, inputs)
@@ -391,5 +391,5 @@ def test_averaged_probabilities_of_two_classes_are_a_normal_integral():
 @pytest.mark.parametrize("count", [1, 6])
 def test_a_wrong_number_of_classes_is_refused(count):
     model, inputs = build("bert-sdpa")
-    with pytest.raises(ValueError, match=f"num_classes is {count}"):
+    with pytest.raises(ValueError, match=f"num_classes must be .*, got {count}"):
         ba.uncertainty(model, inputs, num_classes=count)

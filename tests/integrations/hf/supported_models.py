@@ -1,4 +1,4 @@
-"""The tables of docs/supported-models.md; as a script it tries the whole registry and rewrites the page.
+"""The tables of docs/reference/supported-models.md; as a script it tries the whole registry and rewrites the page.
 
 Run: python tests/integrations/hf/supported_models.py
 """
@@ -25,7 +25,7 @@ import bayesattn as ba
 from bayesattn.convert import bayesianize, restore
 from bayesattn.convert.adapters import find_candidates
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "supported-models.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "supported-models.md"
 CONFIG = ba.AttentionConfig("BAM-WC", weibull_k=1.0)
 QUIET = ba.AttentionConfig("BAM-LF", sigma_q=1e-7)
 IMPLEMENTATIONS = ("sdpa", "eager")

@@ -1,7 +1,7 @@
 """The common suite: every architecture × variant × implementation × mask, on tiny random models.
 
 Off: bit-identical, and no trace after restore. On with vanishing noise: the mean. On: one KL per call, with gradients.
-`docs/supported-models.md` shows the table that these tests prove.
+`docs/reference/supported-models.md` shows the table that these tests prove.
 """
 
 import copy
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from zoo import ARCHITECTURES, BATCH, build, run
+from zoo import ARCHITECTURES, BATCH, build, main_output, run
 
 import bayesattn as ba
 from bayesattn.convert import bayesianize, conversion_report, restore
@@ -133,3 +133,22 @@ def test_dropout_during_sampling_uses_each_architecture_s_own_rate():
         if not all(p == rate for p, rate in given):
             unknown[name] = given
     assert not unknown
+
+
+@cases("BAM-NOKL")
+def test_every_architecture_has_doubt_and_stays_as_it_was(name, implementation, padded, variant):
+    """One number per example, of all that the model puts out; every attention module adds to its variance."""
+
+    def number(outputs):
+        flat = main_output(outputs).flatten(1)
+        return (flat * torch.arange(flat.shape[1]).cos()).sum(dim=1)
+
+    model, inputs = build(name, implementation), ARCHITECTURES[name].inputs(padded)
+    before, traced = run(model, inputs), trace(model)
+    result = ba.uncertainty(model, inputs, target=number)
+    assert torch.isfinite(result.std).all()
+    assert len(result.by_layer) == ARCHITECTURES[name].modules
+    assert all((variance > 0).any() for variance in result.by_layer.values())
+    torch.testing.assert_close(sum(result.by_layer.values()), result.std.square())
+    assert trace(model) == traced
+    assert torch.equal(run(model, inputs), before)

@@ -14,7 +14,7 @@ from bayesattn_recipes.language import data as language_data
 from bayesattn_recipes.language import model as encoders
 from data import shared_data
 
-GUIDE = Path(__file__).parents[3] / "docs" / "make-your-own-bayesian.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "training.md"
 
 
 def rows(examples: list, tokenizer: Any, *, longest: int, every: int, count: int) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def kl(model, inputs) -> torch.Tensor:
 def test_only_what_was_added_is_saved_and_it_loads_onto_a_plain_model(name, tmp_path):
     model, inputs = bayesianize(build(name), CONFIG), ARCHITECTURES[name].inputs(False)
     save_bayesian(model, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS_FILE, CONFIG_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", WEIGHTS_FILE, CONFIG_FILE]
     assert sum(t.numel() for t in load_file(tmp_path / WEIGHTS_FILE).values()) == conversion_report(model).added_parameters
     torch.manual_seed(99)
     other = load_bayesian(build(name), tmp_path)
@@ -99,7 +99,10 @@ def test_a_state_dict_goes_round():
     ("spoil", "message"),
     [
         (lambda folder: (folder / CONFIG_FILE).write_text("{"), "not a file that save_bayesian wrote"),
-        (lambda folder: (folder / CONFIG_FILE).write_text('{"format": 9, "modules": {}}'), "format 9; allowed: 1"),
+        (
+            lambda folder: (folder / CONFIG_FILE).write_text('{"format": 9, "modules": {}}'),
+            "format 9, and this",
+        ),
         (lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"\\0" * 20), "not a readable safetensors file"),
         (lambda folder: (folder / WEIGHTS_FILE).unlink(), "has bayesattn_config.json but not bayesattn.safetensors"),
         (lambda folder: (folder / CONFIG_FILE).unlink() or (folder / WEIGHTS_FILE).unlink(), "holds neither"),
@@ -134,7 +137,7 @@ def test_a_file_that_does_not_fit_is_an_error_and_the_model_stays_plain(change, 
 
 
 def test_saving_a_plain_model_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="without converted attention"):
+    with pytest.raises(ValueError, match="without Bayesian attention"):
         save_bayesian(build("bert"), tmp_path)
     assert not list(tmp_path.iterdir())
 

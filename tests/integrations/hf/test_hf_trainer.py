@@ -173,7 +173,7 @@ def test_without_a_kl_the_loss_is_the_nll(tmp_path):
 
 
 def test_a_plain_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="call bayesianize"):
+    with pytest.raises(ValueError, match=r"without stochastic attention. Call bayesianize"):
         BayesianTrainer(build("bert"), arguments(tmp_path), train_dataset=dataset("bert"))
 
 

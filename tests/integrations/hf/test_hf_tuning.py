@@ -18,7 +18,7 @@ IDS = torch.ones(2, 3, dtype=torch.long)
 
 
 def batches(model, flip: float, count: int = 3) -> list[dict[str, torch.Tensor]]:
-    """Inputs labelled by the model itself, a fraction of the labels flipped: how over-confident the model is, is known."""
+    """Inputs labeled by the model itself, a fraction of the labels flipped: how over-confident the model is, is known."""
     generator = torch.Generator().manual_seed(4)
     result = []
     for _ in range(count):
@@ -125,7 +125,7 @@ def test_few_candidates_are_tried_and_none_twice(variant):
     assert noise == sorted(noise)
 
 
-def test_a_layer_tries_its_neighbours_only():
+def test_a_layer_tries_its_neighbors_only():
     model = build("bert")
     data = batches(model, 0.3, count=1)
     rows = rows_through(bayesianize(model, ba.AttentionConfig("BAM-WC")))
@@ -186,7 +186,7 @@ def test_a_model_without_noise_is_told_how_to_get_some(convert):
     data = batches(model, 0.3, count=1)
     if convert:
         bayesianize(model, ba.AttentionConfig("soft"))
-    with pytest.raises(ValueError, match=r"convert it first: model = ba\.bayesianize\(model, ba\.AttentionConfig"):
+    with pytest.raises(ValueError, match=r"Convert it first: model = ba\.bayesianize\(model, ba\.AttentionConfig"):
         tune_noise(model, data)
 
 
@@ -226,18 +226,22 @@ def test_the_choice_is_saved(tmp_path):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([], {}, "batches hold no label"),
+        ([], {}, "batches have no label to tune on"),
         (
             [{"input_ids": IDS, "labels": torch.tensor([-100, -100])}],
             {},
-            "batches hold no label",
+            "batches have no label to tune on",
         ),
-        ([{"input_ids": IDS}], {}, "allowed: a pair"),
-        ([{"input_ids": IDS, "labels": torch.tensor([0])}], {}, r"labels have shape \(1,\)"),
+        ([{"input_ids": IDS}], {}, "each batch must be a pair .*, got dict"),
+        (
+            [{"input_ids": IDS, "labels": torch.tensor([0])}],
+            {},
+            r"labels must have shape \(2,\) to fit the logits, got \(1,\)",
+        ),
         (
             [{"input_ids": IDS, "labels": torch.tensor([0, 1])}],
             {"candidates": [-1.0]},
-            "candidates is",
+            "candidates must be one or more finite numbers above 0, got",
         ),
     ],
 )
@@ -298,8 +302,8 @@ def test_a_real_encoder_converts_samples_tunes_saves_and_comes_back(encoder_fold
         reference = (before * mask[:3]).sum(1) / mask[:3].sum(1)
         return 20.0 * torch.nn.functional.normalize(pooled, dim=-1) @ torch.nn.functional.normalize(reference, dim=-1).T
 
-    labelled = [{**inputs, "labels": torch.arange(3)}]
-    tuned = tune_noise(encoder, labelled, candidates=[20.0, 5.0], num_samples=2, output=similarities)
+    labeled = [{**inputs, "labels": torch.arange(3)}]
+    tuned = tune_noise(encoder, labeled, candidates=[20.0, 5.0], num_samples=2, output=similarities)
     assert tuned.after.nll == min(tuned.nll_by_value.values())
     save_bayesian(encoder, tmp_path)
     again = load_bayesian(hf.AutoModel.from_pretrained(encoder_folder, dtype=torch.float32).eval(), tmp_path)

@@ -1,4 +1,4 @@
-"""docs/supported-models.md says what the tests prove and what the code does."""
+"""docs/reference/supported-models.md says what the tests prove and what the code does."""
 
 import pytest
 import supported_models

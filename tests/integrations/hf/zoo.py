@@ -236,7 +236,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def build(name: str, implementation: str | None = None, spread: float = 0.3) -> hf.PreTrainedModel:
-    """Return a tiny model with fixed weights, larger than the usual initialisation so that attention is not uniform."""
+    """Return a tiny model with fixed weights, larger than the usual initialization so that attention is not uniform."""
     torch.manual_seed(7)
     model = ARCHITECTURES[name].build()
     implementation = implementation or ARCHITECTURES[name].implementations[0]
@@ -255,7 +255,11 @@ def build(name: str, implementation: str | None = None, spread: float = 0.3) -> 
 
 def run(model: hf.PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     """Return the main output of a forward pass, as one float tensor."""
-    output = model(**inputs)
+    return main_output(model(**inputs))
+
+
+def main_output(output: Any) -> Tensor:
+    """Return logits, or what a model without logits has instead."""
     for name in ("logits", "logits_per_image", "last_hidden_state"):
         if name in output and isinstance(output[name], Tensor):
             return output[name]

@@ -78,7 +78,7 @@ def dense_kl(scores, keys, adjacency, layer):
             ],
             dim=-1,
         ).expand(len(adjacency), -1, -1)
-        scope = adjacency if layer.prior_scope == "neighbourhood" else adjacency.any(dim=0).expand_as(adjacency)
+        scope = adjacency if layer.prior_scope == "neighborhood" else adjacency.any(dim=0).expand_as(adjacency)
         log_psi = logits.masked_fill(~scope[..., None], -torch.inf).log_softmax(dim=1)[entry]
     if config.family == "weibull":
         log_alpha = torch.full_like(phi, config.gamma_alpha).log()

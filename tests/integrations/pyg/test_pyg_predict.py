@@ -69,7 +69,7 @@ def call(model: nn.Module, given) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_draw_is_of_the_whole_graph(name):
-    """With vanishing noise each draw is the eval output; nodes without neighbours are far from it."""
+    """With vanishing noise each draw is the eval output; nodes without neighbors are far from it."""
     kind, given = form(name)
     model = kind(QUIET).eval()
     expected = call(model, given).detach()
@@ -92,8 +92,10 @@ def test_draws_are_those_of_a_loop(name):
 
 def test_a_graph_said_to_be_a_batch_is_refused():
     model, nodes = NodeModel(NOISY), graph(11, 0)
-    with pytest.raises(ValueError, match=r"batches of length 11 in argument 0, 2 in argument 1; allowed: one length"):
+    with pytest.raises(ValueError, match=r"batches of one length, got 11 in argument 0, 2 in argument 1"):
         ba.predict(model, [nodes.x, nodes.edge_index], num_samples=2, seed=0, batch_dims=0)
     # a node is no example: its noise is the graph's
-    with pytest.raises(ValueError, match=r"a batch of 1; allowed .* with 11 seeds.*predict without batch_dims"):
+    with pytest.raises(
+        ValueError, match=r"with 11 seeds needs .* a multiple of 11, got a batch of 1.*predict without batch_dims"
+    ):
         ba.predict(model, [nodes.x, nodes.edge_index], num_samples=2, seed=0, batch_dims=[0, None])

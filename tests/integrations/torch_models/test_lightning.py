@@ -69,7 +69,7 @@ def test_kl_weighs_the_same_under_accumulation(batch, accumulation, tmp_path):
 
 
 class Weights(pl.Callback):
-    """Notes the KL weight of every optimiser step."""
+    """Notes the KL weight of every optimizer step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []

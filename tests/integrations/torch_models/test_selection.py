@@ -38,7 +38,7 @@ def test_layers_and_exclude_select(layers, exclude, expected):
     [
         ({"layers": [3]}, r"layers has 3, which matches nothing; .*layers\.0\.self_attn"),
         ({"exclude": ["encoder.*"]}, r"exclude has 'encoder\.\*', which matches nothing"),
-        ({"layers": "layers.0.*"}, "layers is 'layers.0.*'; allowed: a list"),
+        ({"layers": "layers.0.*"}, "layers must be a list of names, glob patterns or positions, got 'layers.0"),
         ({"layers": [True]}, "layers has True"),
         ({"layers": [0], "exclude": [0]}, "leaves nothing to convert"),
     ],
@@ -81,7 +81,7 @@ def test_converting_twice_and_restoring_what_is_plain_are_errors():
 @pytest.mark.parametrize(("model", "config"), [("model", CONFIG), (nn.Linear(1, 1), "BAM-WC")])
 def test_wrong_types_are_named(model, config, monkeypatch):
     no_type_checks(monkeypatch)
-    with pytest.raises(ValueError, match=r"allowed: a torch\.nn\.Module|allowed: an AttentionConfig"):
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got|config must be an AttentionConfig, got"):
         bayesianize(model, config)
 
 

@@ -214,10 +214,10 @@ def test_packed_lstm_gives_padding_no_gradient():
 @pytest.mark.parametrize("lengths", [[4, 7], [4, 8, 1], [4, 7, 0]])
 def test_packed_lstm_refuses_lengths_that_are_none(lengths):
     lstm = torch.nn.LSTM(5, 3, bidirectional=True, batch_first=True)
-    with pytest.raises(ValueError, match=r"lengths is \[4, .*; allowed: 3 integers from 1 to 7"):
+    with pytest.raises(ValueError, match=r"lengths must be 3 integers from 1 to 7, got \[4, .*"):
         run_packed(lstm, torch.zeros(3, 7, 5), lengths)
 
 
 def test_inference_network_is_required_where_there_is_a_posterior():
-    with pytest.raises(ValueError, match="inference is NoneType; allowed for variational-enum: a network"):
+    with pytest.raises(ValueError, match="inference must be a network for variational-enum, got NoneType"):
         LatentAlignment(AttentionChoice("variational-enum"), None)

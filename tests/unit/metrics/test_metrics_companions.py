@@ -94,7 +94,7 @@ def test_order_of_the_input_has_no_influence_even_with_ties(name):
     )
 
 
-def test_temperature_equals_a_scalar_optimiser():
+def test_temperature_equals_a_scalar_optimizer():
     logits, _, labels = _case()
 
     def nll(log_temperature: float) -> float:
@@ -191,28 +191,40 @@ def test_pairwise_agreement_counts_pairs():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p, y: metrics.brier_score(p, y + C), "labels has values from"),
-        (lambda p, y: metrics.brier_score(p, y - 1), "labels has values from -1"),
-        (lambda p, y: metrics.brier_score(p, y[1:]), "one for every prediction"),
+        (lambda p, y: metrics.brier_score(p, y + C), "labels must be classes from 0 to 6, got values from"),
+        (lambda p, y: metrics.brier_score(p, y - 1), "labels must be classes from 0 to 6, got values from -1"),
+        (lambda p, y: metrics.brier_score(p, y[1:]), "one per prediction, got"),
         (lambda p, y: metrics.brier_score(p, y.double()), "integer tensor"),
         (lambda p, y: metrics.brier_score(2 * p, y), "from 0 to 1"),
         (lambda p, y: metrics.negative_log_likelihood(0.9 * p, y), "sum to one"),
         (lambda p, y: metrics.negative_log_likelihood(p[:0], y[:0]), "none of them empty"),
-        (lambda p, y: metrics.entropy(p[:0]), "no empty axis"),
+        (lambda p, y: metrics.entropy(p[:0]), "must have no empty axis, got shape"),
         (lambda p, y: metrics.entropy(p * torch.nan), "NaN"),
         (lambda p, y: metrics.mutual_information(p[None] * torch.nan), "NaN"),
         (lambda p, y: metrics.pairwise_agreement(p[None]), "at least 2"),
         (lambda p, y: metrics.aurc(p[:, 0] * torch.nan, y == 0), "NaN"),
         (lambda p, y: metrics.aurc(p[:0, 0], y[:0]), "at least 1"),
-        (lambda p, y: metrics.selective_accuracy(p[:, 0], y == 0, coverage=1.2), "coverage is 1.2"),
-        (lambda p, y: metrics.expected_calibration_error(p[:, 0] + 1, y == 0), "confidence has entries"),
-        (lambda p, y: metrics.expected_calibration_error(p[:, 0], y == 0, num_bins=0), "num_bins is 0"),
-        (lambda p, y: metrics.reliability_bins(p[:, 0], y == 0, scheme="guess"), "scheme is 'guess'"),
+        (lambda p, y: metrics.selective_accuracy(p[:, 0], y == 0, coverage=1.2), "coverage must be from 0 to 1, got 1.2"),
+        (
+            lambda p, y: metrics.expected_calibration_error(p[:, 0] + 1, y == 0),
+            "confidence must have entries from 0 to 1 and no NaN, got entries from",
+        ),
+        (
+            lambda p, y: metrics.expected_calibration_error(p[:, 0], y == 0, num_bins=0),
+            "num_bins must be an integer of at least 1, got 0",
+        ),
+        (
+            lambda p, y: metrics.reliability_bins(p[:, 0], y == 0, scheme="guess"),
+            "scheme must be one of 'equal_width', 'equal_count', got 'guess'",
+        ),
         (lambda p, y: metrics.auroc(p[:0, 0], p[:, 0]), "none of them empty"),
         (lambda p, y: metrics.ood_detection(p[:, 0], p[:, 0] * torch.nan), "NaN"),
-        (lambda p, y: metrics.fit_temperature(p, y, bounds=(2.0, 1.0)), "bounds is"),
-        (lambda p, y: metrics.apply_temperature(p, 0.0), "temperature is 0.0"),
-        (lambda p, y: metrics.binary_cross_entropy(p, p[:, 1:]), "targets has shape"),
+        (
+            lambda p, y: metrics.fit_temperature(p, y, bounds=(2.0, 1.0)),
+            "bounds must be two numbers with 0 < low < high, got",
+        ),
+        (lambda p, y: metrics.apply_temperature(p, 0.0), "temperature must be a finite number above 0, got 0.0"),
+        (lambda p, y: metrics.binary_cross_entropy(p, p[:, 1:]), "targets must have the shape of probabilities, .*, got"),
     ],
 )
 def test_bad_input_is_refused(call, message, monkeypatch):

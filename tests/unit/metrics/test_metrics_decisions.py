@@ -81,10 +81,10 @@ def test_report_on_new_data_counts_and_brackets():
 
 def test_targets_out_of_reach_are_errors_that_say_what_would_do():
     confidence, correct = _case(53)
-    with pytest.raises(ValueError, match=r"target_error is 0.001; allowed .* at least 0\.\d+"):
+    with pytest.raises(ValueError, match=r"target_error is 0.001; .* can promise an error of at least 0\.\d+"):
         SelectivePredictor.for_error(confidence, correct, 0.001)
     # with n draws even the lowest threshold promises no more than level-quantile of their minimum: 0.05^(1/53)
-    with pytest.raises(ValueError, match=r"target_coverage is 0.99; allowed .* at most 0\.945"):
+    with pytest.raises(ValueError, match=r"target_coverage is 0.99; .* can promise at most 0\.945"):
         SelectivePredictor.for_coverage(confidence, correct, 0.99)
 
 
@@ -92,8 +92,8 @@ def test_targets_out_of_reach_are_errors_that_say_what_would_do():
     ("arguments", "message"),
     [
         ((torch.tensor([0.5, torch.nan]), torch.tensor([1, 0]), 0.1), "NaN"),
-        ((torch.tensor([0.5, 0.4]), torch.tensor([0.5, 0.0]), 0.1), "boolean or 0/1"),
-        ((torch.tensor([0.5]), torch.tensor([1, 0]), 0.1), "one length"),
+        ((torch.tensor([0.5, 0.4]), torch.tensor([0.5, 0.0]), 0.1), "booleans or 0/1"),
+        ((torch.tensor([0.5]), torch.tensor([1, 0]), 0.1), "one common length of at least 1, got confidence"),
         ((torch.zeros(0), torch.zeros(0), 0.1), "at least 1"),
         ((torch.tensor([0.5, 0.4]), torch.tensor([1, 0]), 1.5), "target_"),
     ],
@@ -106,5 +106,5 @@ def test_bad_calibration_data_are_refused(kind, arguments, message, monkeypatch)
 
 
 def test_impossible_counts_are_refused():
-    with pytest.raises(ValueError, match="successes is 5 of 3"):
+    with pytest.raises(ValueError, match="successes must be from 0 to the number of trials, got 5 of 3"):
         clopper_pearson(5, 3)

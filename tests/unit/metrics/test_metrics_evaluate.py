@@ -104,11 +104,11 @@ def test_the_same_seed_gives_the_same_intervals():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s, y: (s, y + C), "labels has values"),
+        (lambda s, y: (s, y + C), "labels must be classes from 0 to 4, got values"),
         (lambda s, y: (s[:1] * torch.nan, y), "NaN"),
         (lambda s, y: (s[:1] * 0.5, y), "sum to one"),
         (lambda s, y: (s[:, :0], y[:0]), "none of them empty"),
-        (lambda s, y: (s, y[:, None]), "labels has shape"),
+        (lambda s, y: (s, y[:, None]), "labels must have shape .*, got"),
     ],
 )
 def test_bad_predictions_are_refused(change, message, monkeypatch):

@@ -29,7 +29,7 @@ def test_pavpu_counts_accurate_certain_and_inaccurate_uncertain():
     assert pavpu(accuracy, p_value, 0.05).item() == pytest.approx(3 / 5)
 
 
-def test_pavpu_with_fractional_accuracies_is_the_papers_generalisation():
+def test_pavpu_with_fractional_accuracies_is_the_papers_generalization():
     accuracy, p_value = torch.tensor([0.3, 0.6, 1.0, 0.0]), torch.tensor([0.01, 0.2, 0.04, 0.9])
     # certain: 0.3 and 1.0; uncertain: 1 − 0.6 and 1 − 0.0
     assert pavpu(accuracy, p_value, 0.05).item() == pytest.approx((0.3 + 0.4 + 1.0 + 1.0) / 4)
@@ -79,11 +79,20 @@ def test_pavpu_tends_to_the_accuracy_as_draws_are_added():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.tensor([0.5, 1.5]), torch.tensor([0.1, 0.1]), 0.05), "accuracy has entries"),
-        ((torch.tensor([0.5, 0.5]), torch.tensor([0.1, torch.nan]), 0.05), "p_value has entries"),
-        ((torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.1]), 1.5), "threshold is 1.5"),
-        ((torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.1]), []), "thresholds is empty"),
-        ((torch.tensor([0.5]), torch.tensor([0.1, 0.1]), 0.05), "vectors of one length"),
+        (
+            (torch.tensor([0.5, 1.5]), torch.tensor([0.1, 0.1]), 0.05),
+            "accuracy must have entries from 0 to 1 and no NaN, got entries",
+        ),
+        (
+            (torch.tensor([0.5, 0.5]), torch.tensor([0.1, torch.nan]), 0.05),
+            "p_value must have entries from 0 to 1 and no NaN, got entries",
+        ),
+        ((torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.1]), 1.5), "threshold must be from 0 to 1, got 1.5"),
+        (
+            (torch.tensor([0.5, 0.5]), torch.tensor([0.1, 0.1]), []),
+            "thresholds must hold at least one number from 0 to 1, got none",
+        ),
+        ((torch.tensor([0.5]), torch.tensor([0.1, 0.1]), 0.05), "one common length of at least 1, got accuracy"),
         ((torch.zeros(0), torch.zeros(0), 0.05), "at least 1"),
     ],
 )
@@ -95,7 +104,7 @@ def test_bad_pavpu_input_is_refused(arguments, message, monkeypatch):
 
 @pytest.mark.parametrize("draws", [1, 12])
 def test_curve_over_samples_refuses_draws_it_has_not(draws):
-    with pytest.raises(ValueError, match=r"num_samples .*; allowed"):
+    with pytest.raises(ValueError, match=r"num_samples must be (at most|an integer)"):
         pavpu_by_num_samples(*_predictions(), [draws])
 
 
@@ -134,5 +143,5 @@ def test_bootstrap_in_chunks_keeps_every_resample(monkeypatch):
 
 @pytest.mark.parametrize(("name", "value"), [("num_resamples", 0), ("confidence", 1.0)])
 def test_bad_bootstrap_settings_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
         bootstrap_mean(torch.rand(3), **{name: value})

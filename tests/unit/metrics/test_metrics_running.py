@@ -1,5 +1,6 @@
 """The running metrics: batch by batch equals all at once, and two processes equal one."""
 
+import inspect
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from sklearn.metrics import roc_auc_score
+from torchmetrics import MetricCollection
 
 from bayesattn import metrics
 from bayesattn.metrics import running
@@ -46,7 +48,7 @@ def _feed(parts: list[slice]) -> dict[str, float]:
         for metric in found.values():
             metric.update(samples[:, part], labels[part])
         mean = samples[:, part].mean(0, dtype=torch.float64)
-        pavpu.update(samples[:, part], metrics.correct(mean, labels[part]))
+        pavpu.update(samples[:, part], accuracy=metrics.correct(mean, labels[part]))
         ood.update(metrics.entropy(mean), labels[part] == 0)
     values = {name: float(metric.compute()) for name, metric in found.items()}
     values |= {f"pavpu_{key}": float(value) for key, value in zip(("01", "05", "10"), pavpu.compute(), strict=True)}
@@ -105,7 +107,7 @@ def test_metrics_can_be_pickled_and_reset(name):
 @pytest.mark.parametrize("kind", [running.BrierScore, running.AURC])
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_computing_before_any_update_is_an_error(kind):
-    with pytest.raises(ValueError, match="no predictions were given"):
+    with pytest.raises(ValueError, match=r"no predictions to compute from. Call update first"):
         kind().compute()
 
 
@@ -114,7 +116,57 @@ def test_a_refused_batch_leaves_the_state_as_it_was():
     metric = running.AURC()
     metric.update(samples, labels)
     before = float(metric.compute())
-    with pytest.raises(ValueError, match="labels has values"):
+    with pytest.raises(ValueError, match="labels must be classes from 0 to 3, got values"):
         metric.update(samples, labels + C)
     metric._computed = None
     assert float(metric.compute()) == before
+
+
+def test_a_collection_gives_what_its_metrics_give_alone():
+    samples, labels = _case()
+    together = MetricCollection({**_make(), "pavpu": running.PatchAccuracyVsUncertainty()})
+    alone = {**_make(), "pavpu": running.PatchAccuracyVsUncertainty()}
+    for part in (slice(0, 40), slice(40, B)):
+        together.update(samples[:, part], labels[part])
+        for metric in alone.values():
+            metric.update(samples[:, part], labels[part])
+    found = together.compute()
+    assert {"aurc", "e_aurc"} <= set(next(group for group in together.compute_groups.values() if "aurc" in group))
+    for name, metric in alone.items():
+        assert torch.equal(found[name], metric.compute()), name
+
+
+def test_averages_that_agree_on_the_first_batch_stay_apart_in_a_collection():
+    # all answers right and all draws agree: accuracy and agreement are 1, then they part
+    sure = torch.tensor([0.9, 0.1]).expand(3, 4, 2)
+    split = torch.tensor([[[0.9, 0.1]] * 2, [[0.1, 0.9]] * 2, [[0.9, 0.1]] * 2])
+    together = MetricCollection({"accuracy": running.Accuracy(), "agreement": running.PairwiseAgreement()})
+    together.update(sure, torch.zeros(4, dtype=torch.long))
+    together.update(split, torch.ones(2, dtype=torch.long))
+    found = together.compute()
+    assert float(found["accuracy"]) == pytest.approx(4 / 6)
+    assert float(found["agreement"]) == pytest.approx((4 + 2 / 3) / 6)
+
+
+def test_ranking_metrics_take_another_confidence_and_calibration_does_not():
+    samples, labels = _case()
+    doubt = torch.rand(B, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    together = MetricCollection({"aurc": running.AURC(), "ece": running.AdaptiveCalibrationError()})
+    together.update(samples=samples, labels=labels, confidence=-doubt)
+    found = together.compute()
+    right = metrics.correct(samples.mean(0, dtype=torch.float64), labels)
+    assert float(found["aurc"]) == pytest.approx(float(metrics.aurc(-doubt, right)), abs=1e-12)
+    plain = running.AdaptiveCalibrationError()
+    plain.update(samples, labels)
+    assert torch.equal(found["ece"], plain.compute())
+
+
+def test_pavpu_takes_labels_or_accuracies_and_refuses_to_guess():
+    samples, labels = _case()
+    by_label, by_accuracy = running.PatchAccuracyVsUncertainty(), running.PatchAccuracyVsUncertainty()
+    by_label.update(samples, labels)
+    by_accuracy.update(samples, accuracy=metrics.correct(samples.mean(0, dtype=torch.float64), labels))
+    assert torch.equal(by_label.compute(), by_accuracy.compute())
+    for arguments in ((samples,), (samples, torch.rand(B))):
+        with pytest.raises(ValueError, match=r"labels must be integers. Otherwise give accuracy="):
+            inspect.unwrap(running.PatchAccuracyVsUncertainty.update)(by_label, *arguments)

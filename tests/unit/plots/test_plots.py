@@ -197,7 +197,7 @@ def test_heads_and_steps_choose_the_right_rows():
 
 def test_edges_are_ordered_by_their_mean_weight():
     edges, weights = _graph()
-    figure = plots.plot_edge_uncertainty(edges, weights, 0, max_neighbours=3)
+    figure = plots.plot_edge_uncertainty(edges, weights, 0, max_neighbors=3)
     bars = figure.axes[1].patches
     expected = weights[:, :4].mean(0).sort(descending=True)
     np.testing.assert_allclose([bar.get_width() for bar in bars], expected.values[:3], rtol=1e-5)
@@ -210,7 +210,7 @@ def test_palette_is_distinct_in_grey_where_lines_share_a_style():
         red, green, blue = matplotlib.colors.to_rgb(color)
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
-    # good against bad carries meaning, and every neighbour in the order differs
+    # good against bad carries meaning, and every neighbor in the order differs
     assert abs(grey(style.GOOD) - grey(style.BAD)) > 0.05
     assert all(abs(grey(a) - grey(b)) > 0.03 for a, b in zip(style.COLORS, style.COLORS[1:], strict=False))
 
@@ -218,18 +218,24 @@ def test_palette_is_distinct_in_grey_where_lines_share_a_style():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plots.plot_calibration({}), "panels is empty"),
-        (lambda: plots.plot_calibration({"a": {}}), "curves is empty"),
-        (lambda: plots.plot_risk_coverage({}), "curves is empty"),
-        (lambda: plots.plot_pavpu({"a": []}), "is empty"),
-        (lambda: plots.plot_pavpu({"a": []}, over="time"), "over is 'time'"),
-        (lambda: plots.plot_entropy(torch.zeros(0), torch.rand(3)), "at least 1 each"),
+        (lambda: plots.plot_calibration({}), "panels must hold at least one data set, got none"),
+        (lambda: plots.plot_calibration({"a": {}}), "curves must hold at least one model, got none"),
+        (lambda: plots.plot_risk_coverage({}), "curves must hold at least one model, got none"),
+        (lambda: plots.plot_pavpu({"a": []}), "must hold at least one PAvPU, got none"),
+        (lambda: plots.plot_pavpu({"a": []}, over="time"), "over must be one of 'threshold', 'num_samples', got 'time'"),
+        (lambda: plots.plot_entropy(torch.zeros(0), torch.rand(3)), "at least one value each, got 0 and 3"),
         (lambda: plots.plot_attention(_weights(1, 3, 4)), "at least 2 draws"),
-        (lambda: plots.plot_attention(_weights(3, 3, 4), keys=["a"]), "keys has 1 entries; allowed: 4"),
+        (lambda: plots.plot_attention(_weights(3, 3, 4), keys=["a"]), "keys must have 4 entries, got 1"),
         (lambda: plots.plot_attention_heads(_weights(3, 2, 3, 4), steps=[3]), "from 0 to 2"),
-        (lambda: plots.plot_attention_heads(_weights(3, 2, 3, 4), statistic="mode"), "statistic is 'mode'"),
+        (
+            lambda: plots.plot_attention_heads(_weights(3, 2, 3, 4), statistic="mode"),
+            "statistic must be one of 'mean', 'std', got 'mode'",
+        ),
         (lambda: plots.plot_edge_uncertainty(*_graph(), 3), "no incoming edge"),
-        (lambda: plots.plot_edge_uncertainty(*_graph(), 0, labels=["a"]), "labels has 1 entries"),
+        (
+            lambda: plots.plot_edge_uncertainty(*_graph(), 0, labels=["a"]),
+            "labels must have at least 5 entries, one per node, got 1",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message, monkeypatch):

@@ -3,19 +3,19 @@
 from pathlib import Path
 
 import pytest
-from report_runs import make_run
+from report_runs import WORDS, make_doubtful, make_run
 
 from bayesattn.evaluation.report import figures, write_report
 
 
 @pytest.fixture(scope="session")
 def run_folders(tmp_path_factory) -> list[Path]:
-    """Return two runs of one variant and one of another; not to be changed."""
+    """Return two runs of one variant and one of another, which has doubt in closed form; not to be changed."""
     folder = tmp_path_factory.mktemp("runs")
     return [
         make_run(folder / "wc-0", seed=0),
         make_run(folder / "wc-1", seed=1),
-        make_run(folder / "soft-0", variant="soft", seed=2),
+        make_run(folder / "soft-0", variant="soft", seed=2, doubtful=make_doubtful(WORDS)),
     ]
 
 

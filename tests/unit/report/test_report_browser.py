@@ -163,15 +163,15 @@ def test_text_has_contrast_in_both_schemes(open_page, browser, scheme):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     try:
         open_page()
-        colours = browser.execute_script(
+        colors = browser.execute_script(
             "const s = e => getComputedStyle(document.querySelector(e)); const paper = s('body').backgroundColor;"
             "return ['body', '.muted', 'nav a', 'caption'].map(e => [s(e).color, paper])"
         )
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     # WCAG 2.2 level AA for text: 4.5 to 1
-    assert min(contrast(*pair) for pair in colours) >= 4.5
-    assert (luminance(colours[0][1]) < 0.5) == (scheme == "dark")
+    assert min(contrast(*pair) for pair in colors) >= 4.5
+    assert (luminance(colors[0][1]) < 0.5) == (scheme == "dark")
 
 
 def test_hostile_names_run_nothing(open_page, tmp_path):
@@ -183,8 +183,8 @@ def test_hostile_names_run_nothing(open_page, tmp_path):
     assert browser.get_log("browser") == []
 
 
-def luminance(colour):
-    channels = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+def luminance(color):
+    channels = [int(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
     linear = [c / 12.92 if c <= 0.04045 else math.pow((c + 0.055) / 1.055, 2.4) for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

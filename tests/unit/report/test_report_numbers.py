@@ -28,7 +28,7 @@ def test_interval_over_runs_is_students():
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0, math.inf]])
 def test_summary_of_nothing_is_refused(values):
-    with pytest.raises(ValueError, match="allowed: at least one finite number"):
+    with pytest.raises(ValueError, match="values must be one or more finite numbers, got"):
         over_runs(values)
 
 

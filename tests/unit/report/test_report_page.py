@@ -81,14 +81,14 @@ def test_hostile_names_stay_text(tmp_path):
     assert "{{ 7 * 7 }}" in "".join(reader.text)
 
 
-def test_page_is_labelled_for_screen_readers(page):
+def test_page_is_labeled_for_screen_readers(page):
     reader = Reader(page)
     ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    labelled = {attributes.get("for") for tag, attributes in reader.tags if tag == "label"}
+    labeled = {attributes.get("for") for tag, attributes in reader.tags if tag == "label"}
     for tag, attributes in reader.tags:
         if tag in ("select", "input"):
-            assert attributes["id"] in labelled
+            assert attributes["id"] in labeled
         if tag == "img":
             assert attributes["alt"]
         if tag == "th":

@@ -53,7 +53,7 @@ def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_cer
         Example(
             index=index,
             text="" if part.texts is None else part.texts[index],
-            label=_label(part.labels[index], names),
+            label=right_answer(part.labels[index], names),
             predicted=names[int(table.predicted[index])],
             confidence=float(table.confidence[index]),
             p_value=None if table.p_value is None else float(table.p_value[index]),
@@ -64,7 +64,7 @@ def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_cer
     ]
 
 
-def _label(label: Tensor, names: list[str]) -> str:
+def right_answer(label: Tensor, names: list[str]) -> str:
     """Return the right class in words, or of several the most accepted one."""
     if label.ndim == 0:
         return names[int(label)]
@@ -106,7 +106,7 @@ def _rgb_png(values: np.ndarray) -> str:
 
 
 def as_png(values: Tensor, colormap: str) -> str:
-    """Return a data URI with one pixel per value, from the smallest (first colour) to the largest (last)."""
+    """Return a data URI with one pixel per value, from the smallest (first color) to the largest (last)."""
     buffer = io.BytesIO()
     matplotlib.image.imsave(buffer, torch.nan_to_num(values.double()).numpy(), cmap=colormap, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

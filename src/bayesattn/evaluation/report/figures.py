@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from bayesattn import metrics, plots
 from bayesattn.evaluation.measure import IN_DISTRIBUTION, mean_logits
-from bayesattn.evaluation.report.examples import certain_mistakes
+from bayesattn.evaluation.report.examples import certain_mistakes, right_answer
 from bayesattn.evaluation.report.gather import Group
+from bayesattn.evaluation.report.names import method_name
 
 COMPARISON = "Comparison"
 THRESHOLDS = (1e-3, 3e-3, 0.01, 0.03, 0.05, 0.1, 0.2, 0.5)
 # enough for the width of a band in a picture
 NUM_RESAMPLES = 200
-NUM_NEIGHBOURHOODS = 3
+NUM_NEIGHBORHOODS = 3
+NUM_DOUBTFUL = 3
 # of the name of a class beside a node
 MOST_LETTERS = 20
 
@@ -61,7 +64,7 @@ class Drawn:
 
 
 def draw_all(groups: Sequence[Group], split: str = IN_DISTRIBUTION) -> list[Drawn]:
-    """Draw what the runs have data for, on one labelled split; models of different recipes are not compared.
+    """Draw what the runs have data for, on one labeled split; models of different recipes are not compared.
 
     Curves of risk against coverage are means over the runs of a group. In the other figures its runs are pooled: their
     predictions are drawn as if they were of one long test set.
@@ -78,7 +81,16 @@ def draw_all(groups: Sequence[Group], split: str = IN_DISTRIBUTION) -> list[Draw
         drawn += _comparisons(members, split, recipe if len(by_recipe) > 1 else "")
     for number, group in enumerate(sampled, start=1):
         drawn += _of_group(group, split, number)
-    return drawn
+    return [*drawn, *doubtful_answers(groups, split)]
+
+
+def doubtful_answers(groups: Sequence[Group], split: str) -> Iterator[Drawn]:
+    """Draw the most doubtful answers in closed form; they are the model's as it is, so once per model."""
+    models: dict[Path, Group] = {}
+    for group in groups:
+        models.setdefault(group.runs[0].folder, group)
+    for number, group in enumerate(models.values(), start=1):
+        yield from _doubtful(group, split, number)
 
 
 def _comparisons(groups: Sequence[Group], split: str, recipe: str) -> Iterator[Drawn]:
@@ -129,7 +141,7 @@ def _of_group(group: Group, split: str, number: int) -> Iterator[Drawn]:
         caption = f"{label}: the same after temperature scaling fitted on validation data."
         yield draw(label, f"reliability-{number}-scaled", caption, make)
     yield from _heads(group, split, number)
-    yield from _neighbourhoods(group, split, number)
+    yield from _neighborhoods(group, split, number)
 
 
 def _scaled_confidence(group: Group, split: str) -> Tensor | None:
@@ -156,7 +168,7 @@ def _heads(group: Group, split: str, number: int) -> Iterator[Drawn]:
     yield draw(group.label, f"heads-{number}", caption, make, is_wide=True)
 
 
-def _neighbourhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
+def _neighborhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
     """Draw whom the nodes behind the most certain mistakes listen to, and how sure they are of it."""
     predictions = group.runs[0].predictions
     edges = predictions.splits[split].edges
@@ -167,7 +179,7 @@ def _neighbourhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
     called = [str(node) for node in range(int(edges.index.max()) + 1)]
     for node, label in zip(edges.index[0].tolist(), edges.source_labels.tolist()):
         called[node] = f"{node} {names[label]}" if 0 <= label < len(names) else str(node)
-    for place, mistake in enumerate(certain_mistakes(group, split, NUM_NEIGHBOURHOODS), start=1):
+    for place, mistake in enumerate(certain_mistakes(group, split, NUM_NEIGHBORHOODS), start=1):
         node = int(edges.nodes[mistake.index])
         title = f"Node {node}: said {mistake.predicted}, is {mistake.label}"
         make = partial(
@@ -176,13 +188,48 @@ def _neighbourhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
             edges.weights,
             node,
             labels=called,
-            max_neighbours=12,
+            max_neighbors=12,
             title=title,
         )
+        caption = f"{group.label}: attention of node {node} on its neighbors and their classes, last layer, mean over heads."
+        yield draw(group.label, f"neighborhood-{number}-{place}", caption, make, is_wide=True)
+
+
+def _doubtful(group: Group, split: str, number: int) -> Iterator[Drawn]:
+    """Draw the most doubtful predictions of the first run in closed form: what their doubt comes from."""
+    predictions = group.runs[0].predictions
+    part, label = predictions.splits[split], group.label.removesuffix(f", {method_name(group.method)}")
+    found = part.doubtful
+    if found is None or part.labels is None or "mean" not in part.samples:
+        return
+    names = predictions.class_names
+    for row, example in enumerate(found.examples[:NUM_DOUBTFUL].tolist()):
+        probabilities = part.samples["mean"][0, example]
+        said, right = names[int(probabilities.argmax())], right_answer(part.labels[example], names)
+        margin, std = float(found.margin[row]), float(found.std[row])
+        by_head = {f"layer {layer}": heads for layer, heads in enumerate(found.by_head[row])}
+        options = {"class_names": names, "title": f"Example {example}: said {said}, is {right}"}
+        if found.words is not None:
+            words = found.words[row]
+            make = partial(plots.plot_doubt, words, found.by_token[row, : len(words)], by_head, probabilities, **options)
+        elif part.inputs is not None and predictions.key_grid is not None:
+            image, grid = _as_rgb(part.inputs[example]), predictions.key_grid
+            make = partial(plots.plot_image_doubt, image, found.by_token[row], by_head, probabilities, grid=grid, **options)
+        else:
+            return
         caption = (
-            f"{group.label}: attention of node {node} on its neighbours and their classes, last layer, mean over heads."
+            f"{label}, doubt in closed form: example {example}, said {said}, is {right}; margin {margin:.2f} with standard "
+            f"deviation {std:.2f} under attention noise. Shades are shares of that variance."
         )
-        yield draw(group.label, f"neighbourhood-{number}-{place}", caption, make, is_wide=True)
+        yield draw(f"{label}, most doubtful answers", f"doubt-{number}-{row + 1}", caption, make, is_wide=True)
+
+
+def _as_rgb(image: Tensor) -> Tensor:
+    """Return an image in RGB; of one without colors, the largest value is black."""
+    if image.ndim == 3:
+        return image
+    low, high = image.min(), image.max()
+    return ((high - image) / (high - low).clamp(min=1e-12)).unsqueeze(-1).expand(-1, -1, 3)
 
 
 def draw(section: str, name: str, caption: str, make: Callable[[], Figure], *, is_wide: bool = False) -> Drawn:
@@ -192,13 +239,13 @@ def draw(section: str, name: str, caption: str, make: Callable[[], Figure], *, i
         light, png = _save(figure, "svg"), _save(figure, "png")
     with matplotlib.rc_context(_COMMON | _DARK):
         figure = make()
-        _recolour(figure)
+        _recolor(figure)
         dark = _save(figure, "svg")
     return Drawn(section, name, caption, _uri(light), _uri(dark), png, is_wide)
 
 
-def _recolour(figure: Figure) -> None:
-    """Replace the colours that plots set by hand and that vanish on a dark page: black lines and the light grid."""
+def _recolor(figure: Figure) -> None:
+    """Replace the colors that plots set by hand and that vanish on a dark page: black lines and the light grid."""
     for ax in figure.axes:
         for line in (*ax.get_xgridlines(), *ax.get_ygridlines()):
             line.set_color(_GRID)

@@ -100,12 +100,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         RunError: A folder is no run, was not evaluated, or its files do not belong together.
     """
     if not folders:
-        raise ValueError("folders is empty; allowed: at least one run folder")
+        raise ValueError("folders must name at least one run folder, got none")
     counts = Counter(folder.resolve() for folder in folders)
     for folder in folders:
         # it would pass for a second seed
         if counts[folder.resolve()] > 1:
-            raise ValueError(f"{folder} is given {counts[folder.resolve()]} times; allowed: every run once")
+            raise ValueError(f"{folder} is given {counts[folder.resolve()]} times. Give each run once")
     runs = []
     for folder in folders:
         run, predictions = read_run(folder), read_predictions(folder)

@@ -1,7 +1,7 @@
 """One self-contained HTML page from evaluated runs: tables, figures, decisions and examples; no network, no server.
 
 Everything that comes from data or configs goes through jinja2's escaping, and a content security policy lets only the
-page's own script run, recognised by its hash.
+page's own script run, recognized by its hash.
 """
 
 import base64
@@ -37,7 +37,7 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: Path | None = N
         title: Heading of the page.
     """
     if out.is_dir():
-        raise ValueError(f"out is {str(out)!r}, which is a folder; allowed: the path of the page to write")
+        raise ValueError(f"out must be the path of the page to write, got the folder {str(out)!r}")
     runs = read_runs(folders)
     groups = group_runs(runs)
     drawn = figures_module.draw_all(groups)
@@ -61,7 +61,7 @@ def render(runs: Sequence[Run], groups: Sequence[Group], drawn: Sequence["figure
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sampled = [group for group in groups if group.num_samples > 1]
-    series_splits = _labelled_splits(sampled)
+    series_splits = _labeled_splits(sampled)
     return environment.get_template("page.html.jinja").render(
         title=title,
         version=__version__,
@@ -86,13 +86,13 @@ def render(runs: Sequence[Run], groups: Sequence[Group], drawn: Sequence["figure
     )
 
 
-def _labelled_splits(groups: Sequence[Group]) -> list[str]:
+def _labeled_splits(groups: Sequence[Group]) -> list[str]:
     """Return the splits with labels that every group has."""
     if not groups:
         return []
     first = groups[0].runs[0].predictions.splits
-    labelled = [name for name in groups[0].splits() if first[name].labels is not None]
-    return [name for name in labelled if all(name in group.splits() for group in groups)]
+    labeled = [name for name in groups[0].splits() if first[name].labels is not None]
+    return [name for name in labeled if all(name in group.splits() for group in groups)]
 
 
 def _run_row(run: Run) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _interval_note(groups: Sequence[Group]) -> str:
 
 
 def _metric_tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a table for every split and recipe, whose data are its own, without the columns that nobody has."""
+    """Return a table for every split and recipe, whose data are its own, without columns that are empty everywhere."""
     tables = []
     found = dict.fromkeys((split, group.recipe) for group in groups for split in group.splits())
     for split, recipe in found:

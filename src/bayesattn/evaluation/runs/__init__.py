@@ -1,21 +1,22 @@
-"""The run folder: what a trained model leaves behind, in files that open anywhere and cannot run code.
+"""The run folder of a trained model: files that open anywhere and cannot run code.
 
     RUN/
       run.json                  recipe, variant, resolved config, command, seed, versions, times
       checkpoint.safetensors    the model's parameters
       log.jsonl, log.csv        one JSON object, or line, per epoch
-      checkpoints/              where an unfinished run stands, for `--resume`; gone when it is complete
+      checkpoints/              the state of an unfinished run, for `--resume`; removed when it is complete
       run.lock                  held by the process that trains; a second run in the folder is refused
       failure.json              the step at which a run stopped because a number was not finite
-      tensorboard/              the log as TensorBoard events, where asked for
-      predictions.safetensors   per split: sampled probabilities, labels, optional inputs, attention and edges
+      tensorboard/              the log as TensorBoard events, if requested
+      predictions.safetensors   per split: sampled probabilities, labels, optional inputs, attention, edges and doubt
       metrics.json              what `bayesattn evaluate` measured
       report.html               what `bayesattn report` wrote
 
-Every file is written beside its place and renamed, so a reader finds the old file or the new one, never half of one.
-docs/runs.md describes the fields.
+Every file is written under a temporary name and renamed, so a reader finds the old file or the new one, never half of one.
+docs/recipes/run-folders.md describes the fields.
 """
 
+from bayesattn.evaluation.runs.doubtful import DoubtfulExamples
 from bayesattn.evaluation.runs.folder import (
     CHECKPOINT_FILE,
     CHECKPOINTS_FOLDER,
@@ -80,6 +81,7 @@ __all__ = [
     "RUN_FILE",
     "RUN_SCHEMA",
     "TENSORBOARD_FOLDER",
+    "DoubtfulExamples",
     "EdgeWeights",
     "Predictions",
     "RunError",

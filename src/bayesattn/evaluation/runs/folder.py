@@ -1,4 +1,4 @@
-"""The folder of a run: names of its files, `run.json`, log, and what is known about where it ran."""
+"""The folder of a run: names of its files, `run.json`, log and environment."""
 
 import datetime
 import json
@@ -27,7 +27,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 METRICS_FILE = "metrics.json"
 FAILURE_FILE = "failure.json"
 REPORT_FILE = "report.html"
-# versions worth knowing when a number has to be explained
+# packages whose versions may explain a number
 PACKAGES = (
     "bayesattn", "torch", "numpy", "safetensors", "triton", "transformers", "torch-geometric", "torchmetrics", "scipy",
     "scikit-learn", "matplotlib",
@@ -96,7 +96,7 @@ def write_run(folder: Path, *, recipe: str, variant: str, config: dict[str, Any]
 def read_run(folder: Path) -> dict[str, Any]:
     """Read `run.json` of a run folder."""
     if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder; allowed: a run folder written by `bayesattn train`")
+        raise RunError(f"{folder} is not a folder. Give a run folder written by `bayesattn train`")
     run = read_json(folder / RUN_FILE, RUN_SCHEMA)
     missing = sorted({"recipe", "variant", "seed", "config"} - run.keys())
     if missing:
@@ -107,14 +107,15 @@ def read_run(folder: Path) -> dict[str, Any]:
 def check_run_folder(folder: Path, *, overwrite: bool = False) -> None:
     """Raise unless a new run may be written into `folder`: nothing is there, or it may be overwritten."""
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder} is a file; allowed: a new or empty folder")
+        raise RunError(f"{folder} is a file. Give a new or empty folder")
     if overwrite:
         return
     if (folder / RUN_FILE).exists():
-        raise RunError(f"{folder} already holds a run; allowed: a new folder, or --overwrite to replace it")
+        raise RunError(f"{folder} already holds a run. Choose a new folder, or replace it with --overwrite")
     if any(folder.glob(f"{CHECKPOINTS_FOLDER}/*.safetensors")):
         raise RunError(
-            f"{folder} holds an unfinished run; allowed: a new folder, --resume to go on, or --overwrite to replace it"
+            f"{folder} holds an unfinished run. Continue it with --resume, replace it with --overwrite, or choose a new "
+            "folder"
         )
 
 

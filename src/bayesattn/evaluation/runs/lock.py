@@ -1,4 +1,4 @@
-"""One run per folder: a lock that the operating system takes back when its process ends, however it ends."""
+"""One run per folder: a lock that the operating system releases when the process ends, however it ends."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ LOCK_FILE = "run.lock"
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is made where it is missing. Of a run's processes only the first calls this.
+    """Lock a folder, created if missing, against other runs. Of a run's processes only the first calls this.
 
     The file that a crash leaves behind locks nothing. Windows and some network file systems have no such lock: there a
     warning says so.
@@ -37,7 +37,7 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
         os.write(handle, f"{os.getpid()}\n".encode())
         yield
     finally:
-        # before the lock is given back: after that, the file may be the next run's
+        # before the lock is released: after that, the file may belong to the next run
         path.unlink(missing_ok=True)
         os.close(handle)
 
@@ -55,7 +55,7 @@ def _lock(path: Path) -> int | None:
             owner = os.read(handle, 20).decode(errors="replace").strip() or "unknown"
             os.close(handle)
             raise RunError(
-                f"{path.parent} is in use by another run (process {owner}); allowed: another folder, or wait until it ends"
+                f"{path.parent} is in use by another run (process {owner}). Wait until it ends, or choose another folder"
             ) from None
         except OSError as error:
             os.close(handle)
@@ -67,7 +67,7 @@ def _lock(path: Path) -> int | None:
                 return handle
         except FileNotFoundError:
             pass
-        # its last owner removed the file in between: a lock on it keeps nobody out
+        # its last owner removed the file in between: a lock on it would have no effect
         os.close(handle)
 
 

@@ -1,12 +1,13 @@
-"""What a model said about every split, as one safetensors file with JSON metadata, checked when it is read."""
+"""The predictions for every split, as one safetensors file with JSON metadata, checked when it is read."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
+from bayesattn.evaluation.runs.doubtful import DoubtfulExamples
 from bayesattn.files import RunError, read_tensors, write_tensors
 
 PREDICTIONS_SCHEMA = "bayesattn.predictions/1"
@@ -32,7 +33,7 @@ class EdgeWeights:
 
 @dataclass(frozen=True)
 class SplitPredictions:
-    """What a model said about one data split.
+    """The predictions for one data split.
 
     Attributes:
         samples: By method, class probabilities, draws first: `s n c`, with s = 1 where nothing is drawn.
@@ -42,6 +43,7 @@ class SplitPredictions:
         attention: Named attention maps over the keys, `n heads keys` each: `mean`, `std`, `prior`; optional.
         texts: One text per example to show beside it, such as a question; optional.
         edges: Attention on edges, where the examples are nodes of a graph; optional.
+        doubtful: The predictions with the most doubt in closed form; optional.
     """
 
     samples: dict[str, Tensor]
@@ -50,6 +52,7 @@ class SplitPredictions:
     attention: dict[str, Tensor] = field(default_factory=dict)
     texts: list[str] | None = None
     edges: EdgeWeights | None = None
+    doubtful: DoubtfulExamples | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def write_predictions(folder: Path, predictions: Predictions) -> None:
         parts |= {f"samples/{method}": value for method, value in split.samples.items()}
         parts |= {f"attention/{name}": value for name, value in split.attention.items()}
         parts |= {f"edges/{name}": value for name, value in vars(split.edges).items()} if split.edges else {}
+        parts |= {f"doubtful/{name}": value for name, value in split.doubtful.tensors().items()} if split.doubtful else {}
         tensors |= {f"{index}/{name}": value for name, value in parts.items() if value is not None}
     meta = {
         "schema": PREDICTIONS_SCHEMA,
@@ -94,15 +98,16 @@ def write_predictions(folder: Path, predictions: Predictions) -> None:
         "task": predictions.task,
         "test": predictions.test,
         "texts": {name: split.texts for name, split in predictions.splits.items() if split.texts is not None},
+        "words": {name: split.doubtful.words for name, split in predictions.splits.items() if split.doubtful is not None},
     }
     write_tensors(folder / PREDICTIONS_FILE, tensors, {"bayesattn": json.dumps(meta)})
 
 
 def read_predictions(folder: Path) -> Predictions:
-    """Read `predictions.safetensors` and check that names and shapes fit together."""
+    """Read `predictions.safetensors` and check that names and shapes match."""
     path = folder / PREDICTIONS_FILE
     if not path.exists():
-        raise RunError(f"{folder} holds no {PREDICTIONS_FILE}; run `bayesattn evaluate {folder}` first")
+        raise RunError(f"{folder} holds no {PREDICTIONS_FILE}. Run `bayesattn evaluate {folder}` first")
     tensors, header = read_tensors(path)
     try:
         meta = json.loads(header.get("bayesattn", "{}"))
@@ -115,24 +120,29 @@ def read_predictions(folder: Path) -> Predictions:
         raise RunError(f"{path} lacks {missing or 'splits or methods'} in its metadata")
     for name in ("splits", "class_names", "methods"):
         if not isinstance(meta[name], list) or not all(isinstance(entry, str) for entry in meta[name]):
-            raise RunError(f"{path} has {name} that are not a list of names")
+            raise RunError(f"{path}: {name} must be a list of names")
     key_grid = meta.get("key_grid")
     if key_grid is not None and not (
         isinstance(key_grid, list) and len(key_grid) == 2 and all(type(entry) is int and entry > 0 for entry in key_grid)
     ):
-        raise RunError(f"{path} has a key_grid that is not null or two positive integers")
+        raise RunError(f"{path}: key_grid must be null or two positive integers")
     # files from before there were multilabel tasks have none of these three
     task, test, texts = meta.get("task", "multiclass"), meta.get("test", "paired"), meta.get("texts", {})
     if task not in ("multiclass", "multilabel") or test not in ("paired", "welch", "pooled", "wilcoxon"):
-        raise RunError(f"{path} has task {task!r} and test {test!r}, of which one is unknown")
+        raise RunError(f"{path} has task {task!r} and test {test!r}, at least one of which is unknown")
     if not isinstance(texts, dict) or not all(
         isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts.values()
     ):
-        raise RunError(f"{path} has texts that are not lists of words by split")
+        raise RunError(f"{path}: texts must be one list of words per split")
+    words = meta.get("words", {})
+    if not isinstance(words, dict) or not all(rows is None or _are_words(rows) for rows in words.values()):
+        raise RunError(f"{path}: words must be one list of words per split and example")
     splits = {}
     for index, name in enumerate(meta["splits"]):
         parts = {key.removeprefix(f"{index}/"): value for key, value in tensors.items() if key.startswith(f"{index}/")}
-        splits[name] = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]), texts.get(name))
+        doubtful = {key: parts.pop(key) for key in list(parts) if key.startswith("doubtful/")}
+        split = _checked_split(path, name, parts, meta["methods"], len(meta["class_names"]), texts.get(name))
+        splits[name] = replace(split, doubtful=_checked_doubtful(path, name, doubtful, words.get(name), split))
     return Predictions(
         splits,
         meta["class_names"],
@@ -153,15 +163,15 @@ def _checked_split(
         if value is None or value.ndim != 3 or len(value) < 1 or value.shape[1:] != (num_examples, num_classes):
             shape = None if value is None else tuple(value.shape)
             raise RunError(
-                f"{path}: samples of method {method!r}, split {name!r} have shape {shape}; "
-                f"allowed: (draws, {num_examples}, {num_classes})"
+                f"{path}: samples of method {method!r}, split {name!r} must have shape (draws, {num_examples}, "
+                f"{num_classes}), got {shape}"
             )
     for part, value in parts.items():
         if not part.startswith(("samples/", "edges/")) and value.shape[:1] != (num_examples,):
             entries = value.shape[0] if value.ndim else "no"
-            raise RunError(f"{path}: {part} of split {name!r} has {entries} entries; allowed: {num_examples}")
+            raise RunError(f"{path}: {part} of split {name!r} must have {num_examples} entries, got {entries}")
     if texts is not None and len(texts) != num_examples:
-        raise RunError(f"{path}: texts of split {name!r} has {len(texts)} entries; allowed: {num_examples}")
+        raise RunError(f"{path}: texts of split {name!r} must have {num_examples} entries, got {len(texts)}")
     attention = {key.removeprefix("attention/"): value for key, value in parts.items() if key.startswith("attention/")}
     kept = {method: value for method, value in samples.items() if value is not None}
     edges = {key.removeprefix("edges/"): value for key, value in parts.items() if key.startswith("edges/")}
@@ -177,5 +187,27 @@ def _checked_edges(path: Path, name: str, parts: dict[str, Tensor], num_examples
     draws = shapes.get("weights", (0, 0))[0]
     expected = {"nodes": (num_examples,), "index": (2, count), "weights": (draws, count), "source_labels": (count,)}
     if shapes != expected or draws < 2:
-        raise RunError(f"{path}: edges of split {name!r} have shapes {shapes}; allowed: {expected}, at least two draws")
+        raise RunError(f"{path}: edges of split {name!r} must have shapes {expected} with at least two draws, got {shapes}")
     return EdgeWeights(**parts)
+
+
+def _are_words(rows: Any) -> bool:
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and all(isinstance(word, str) for word in row) for row in rows
+    )
+
+
+def _checked_doubtful(
+    path: Path, name: str, parts: dict[str, Tensor], words: list[list[str]] | None, split: SplitPredictions
+) -> DoubtfulExamples | None:
+    if not parts:
+        return None
+    given = {key.removeprefix("doubtful/"): value for key, value in parts.items()}
+    expected = {entry.name for entry in fields(DoubtfulExamples)} - {"words"}
+    if given.keys() != expected:
+        raise RunError(f"{path}: doubtful examples of split {name!r} have {sorted(given)} instead of {sorted(expected)}")
+    found = DoubtfulExamples(**given, words=words)
+    problem = found.problem(next(iter(split.samples.values())).shape[1])
+    if problem is not None:
+        raise RunError(f"{path}: doubtful examples of split {name!r} do not fit together: {problem}")
+    return found

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: attention through its registry, the Trainer, generation with one noise draw per sequence."""
+"""Hugging Face transformers: attention through its registry, Trainer, pipeline, generation with one draw per sequence."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ with needs_extra("bayesattn.integrations.hf", "hf"):
 if TYPE_CHECKING:
     from bayesattn.integrations.hf.callback import BayesianCallback, KLCallback
     from bayesattn.integrations.hf.generation import SampledGenerations, generate, sequence_noise
+    from bayesattn.integrations.hf.pipeline import DoubtPipeline
     from bayesattn.integrations.hf.trainer import BayesianTrainer, BayesianTrainerMixin
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "BayesianCallback",
     "BayesianTrainer",
     "BayesianTrainerMixin",
+    "DoubtPipeline",
     "KLCallback",
     "SampledGenerations",
     "generate",
@@ -28,6 +30,7 @@ if not TYPE_CHECKING:
     _LATE = {
         "bayesattn.integrations.hf.callback": ("BayesianCallback", "KLCallback"),
         "bayesattn.integrations.hf.generation": ("SampledGenerations", "generate", "sequence_noise"),
+        "bayesattn.integrations.hf.pipeline": ("DoubtPipeline",),
         "bayesattn.integrations.hf.trainer": ("BayesianTrainer", "BayesianTrainerMixin"),
     }
     _MODULES = {name: module for module, names in _LATE.items() for name in names}

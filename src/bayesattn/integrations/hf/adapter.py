@@ -1,4 +1,4 @@
-"""Adapter for transformers: which modules attend through the registry, what forbids converting one, and the conversion."""
+"""Adapter for transformers: which modules attend through the registry, which can be converted, and the conversion."""
 
 import copy
 import dis
@@ -19,7 +19,7 @@ from bayesattn.nn import AttentionWeights, BayesianModule
 
 _BATCH_NAME = "_bayes_batch"
 
-# arguments of an architecture's eager function that `bayesian_attention` knows, or that only repeat what the mask says
+# arguments of an architecture's eager function that `bayesian_attention` supports, or that only repeat the mask
 _KNOWN_ARGUMENTS = frozenset(
     ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "softcap", "position_bias", "sliding_window",
      "is_causal", "kwargs")
@@ -36,7 +36,7 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
 
 
 def refusal(weights: AttentionWeights) -> None:
-    """Refuse no custom weights: scores, keys and values are all there."""
+    """Accept all custom weights: scores, keys and values are available."""
     return
 
 
@@ -69,7 +69,7 @@ def bayesian_part(module: nn.Module) -> BayesianModule | None:
 
 
 def detach(model: nn.Module, name: str) -> None:
-    """Give the module its config back and remove the child; with the last child of a model goes the model's hook."""
+    """Give the module its config back and remove the child; with the last child of a model, its hook is removed too."""
     module = model.get_submodule(name)
     child = getattr(module, CHILD_NAME)
     module.config = child.host_config
@@ -78,16 +78,16 @@ def detach(model: nn.Module, name: str) -> None:
 
 
 def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
-    """Say why `module` cannot be converted, from the cheapest check to the dearest."""
+    """Return why `module` cannot be converted, or None; the cheapest check comes first."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         return (
-            f"its attention implementation is {implementation!r}; allowed: {', '.join(map(repr, IMPLEMENTATIONS))} "
+            f"its attention implementation is {implementation!r}; use one of {', '.join(map(repr, IMPLEMENTATIONS))} "
             "(call model.set_attn_implementation first)"
         )
     if hasattr(module, CHILD_NAME):
         return f"it has an attribute {CHILD_NAME!r} of its own"
-    # GPT-2 asks twice, for a path of its own (eager with reorder_and_upcast_attn) that is off by default
+    # GPT-2 reads it twice, for a path of its own (eager with reorder_and_upcast_attn) that is off by default
     harmless = implementation != "eager" or getattr(module, "reorder_and_upcast_attn", True) is False
     if _registry_lookups(type(module)) > 1 and not (hasattr(module, "reorder_and_upcast_attn") and harmless):
         return "its forward does something of its own for some implementations, beyond looking them up"
@@ -110,12 +110,12 @@ def _unknown_mathematics(module: nn.Module) -> str | None:
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     if like.is_meta:
         return "its parameters are on the meta device"
-    # a quotient, so VideoPrism has 1.0
+    # VideoPrism computes it as a quotient, 1.0
     heads = int(getattr(module, "num_key_value_groups", 1))
     options = {"device": like.device, "dtype": torch.float32}
     query = torch.linspace(-1.0, 1.0, heads * 6, **options).view(1, heads, 2, 3)
     key, value = (torch.linspace(-2.0, end, 15, **options).cos().view(1, 1, 5, 3) for end in (1.0, 2.0))
-    # zeros, not None: ModernBERT's decoder adds its mask without asking whether there is one
+    # zeros, not None: ModernBERT's decoder adds its mask without checking for None
     mask = torch.zeros(1, 1, 2, 5, **options)
     weights = torch.softmax(0.5 * query @ key.transpose(-2, -1), dim=-1)
     try:
@@ -141,7 +141,7 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
 
 
 def _owner(model: nn.Module, name: str) -> PreTrainedModel | None:
-    """Return the innermost transformers model around the module: windows and channels are cut inside of it."""
+    """Return the innermost transformers model around the module: it splits examples into windows or channels."""
     parts = name.split(".")
     for length in range(len(parts) - 1, -1, -1):
         owner = model.get_submodule(".".join(parts[:length]))
@@ -151,7 +151,7 @@ def _owner(model: nn.Module, name: str) -> PreTrainedModel | None:
 
 
 def batch_of(model: nn.Module, name: str) -> Batch | None:
-    """Return what notes the number of examples for the module `name`, hooked to the transformers model around it."""
+    """Return the `Batch` of the module `name`, hooked to the transformers model around it."""
     owner = _owner(model, name)
     if owner is None:
         return None

@@ -26,7 +26,7 @@ ATTENTION_NAME = "bayesattn"
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 
-# arguments that change the mathematics in a way the sampled path does not know; each with the name users know it by
+# arguments that change the mathematics in a way the sampled path does not support, each with its usual name
 UNSUPPORTED_ARGUMENTS = {
     "s_aux": "attention sinks",
     "indices": "sparse attention",
@@ -64,7 +64,7 @@ class HFAttention(HostedAttention):
 
     @property
     def implementation(self) -> str:
-        """What the model was set to, also if `set_attn_implementation` changed it after the conversion."""
+        """The model's implementation, even if `set_attn_implementation` changed it after the conversion."""
         return self.host_config._attn_implementation
 
     @property
@@ -76,14 +76,14 @@ class HFAttention(HostedAttention):
 def bayesian_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers' registry asks: query (b, h, m, d), key and value (b, hk, n, d) → output (b, m, h, d), weights.
+    """Attend as the registry expects: query (b, h, m, d), key and value (b, hk, n, d) → output (b, m, h, d), weights.
 
     The signature is the registry's. Sampled weights are returned where the original implementation returns its own.
     """
     child: HFAttention | None = getattr(module, CHILD_NAME, None)
     if child is None:
         raise ValueError(
-            f"{type(module).__name__} is set to {ATTENTION_NAME!r} but was not converted; load the model without "
+            f"{type(module).__name__} is set to {ATTENTION_NAME!r} but was not converted. Load the model without "
             "attn_implementation and call bayesianize(model, config), or load_bayesian(model, folder)"
         )
     if child.is_idle:
@@ -101,6 +101,7 @@ def bayesian_attention(
         dropout_p=_dropout(module, child, kwargs.get("dropout", 0.0)),
         need_weights=child.implementation == "eager",
         key_offset=_key_offset(module, child, query, key),
+        window=kwargs.get("sliding_window"),
         **arguments,
     )
     return output.transpose(1, 2).contiguous(), weights
@@ -115,12 +116,12 @@ def _host_forward(
     attention_mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the original function; for MC dropout of soft attention with the dropout that eval mode would leave out."""
+    """Run the original function; for MC dropout of soft attention, with the dropout that eval mode leaves out."""
     if child.training or not child.drops_in_eval:
         return child.host_attention(module, query, key, value, attention_mask, **kwargs)
     kwargs = {**kwargs, "dropout": _dropout(module, child, 0.0)}
     mode = module.training
-    # eager implementations ask the module, sdpa the argument
+    # eager implementations read the module's mode, sdpa its argument
     module.training = True
     try:
         return child.host_attention(module, query, key, value, attention_mask, **kwargs)
@@ -135,25 +136,27 @@ def _score_arguments(
     implementation = child.implementation
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"the model's attention implementation is {implementation!r}; allowed while sampling: "
-            f"{', '.join(IMPLEMENTATIONS)} (model.set_attn_implementation)"
+            f"the model's attention implementation must be one of {', '.join(IMPLEMENTATIONS)} while sampling, got "
+            f"{implementation!r}. Change it with model.set_attn_implementation"
         )
     for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {meaning} ({name}), which sampled attention does not support")
     if child.bayes_prior is not None and child.needs_kl and key.shape[-1] != child.prior_key_dim:
         raise ValueError(
-            f"{type(module).__name__} has keys of {key.shape[-1]} features, its prior was built for {child.prior_key_dim}"
+            f"{type(module).__name__} has keys of {key.shape[-1]} features, but its prior was built for "
+            f"{child.prior_key_dim}"
         )
     if attention_mask is not None and attention_mask.ndim != 4:
-        raise ValueError(f"the attention mask has shape {tuple(attention_mask.shape)}; allowed: four axes (b, h, m, n)")
+        raise ValueError(f"the attention mask must have four axes (b, h, m, n), got shape {tuple(attention_mask.shape)}")
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = split_mask(attention_mask)
     if mask is not None:
-        # transformers writes padding out for every query; a causal mask has rows of its own
-        mask = (key_padding(mask) if bias is None and not is_causal else mask)[..., : key.shape[2]]
-        bias = None if bias is None else bias[..., : key.shape[2]]
+        # transformers repeats the padding for every query; a causal mask has different rows
+        mask = key_padding(mask) if bias is None and not is_causal else mask
+        if mask.shape[-1] != key.shape[2]:
+            mask, bias = (None if x is None else x[..., : key.shape[2]] for x in (mask, bias))
     scale = kwargs.get("scaling")
     return {
         "mask": mask,
@@ -161,13 +164,13 @@ def _score_arguments(
         # sdpa may leave out the mask and rely on the flag; eager always has its mask
         "is_causal": bool(is_causal) and implementation == "sdpa" and attention_mask is None and query.shape[2] > 1,
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
-        # torch's function knows no soft cap: a model that runs on it does without
+        # torch's function has no soft cap: a model that runs on it has none
         "softcap": kwargs.get("softcap") if implementation == "eager" else None,
     }
 
 
 def _key_offset(module: nn.Module, child: HFAttention, query: Tensor, key: Tensor) -> int:
-    # keys of cross-attention have positions of their own, and all of them are there
+    # keys of cross-attention have positions of their own, and none were dropped
     if child.stream is None or not getattr(module, "is_causal", False):
         return 0
     return child.stream.dropped_keys(query.shape[2], key.shape[2])
@@ -179,10 +182,10 @@ def _dropout(module: nn.Module, child: HFAttention, given: float) -> float:
     # in eval mode transformers passes 0.0 whatever the rate is, so MC dropout has to look it up
     rate = dropout_rate(module)
     if rate is None:
-        raise ValueError(f"sampling(dropout=True): no attribute of {type(module).__name__} tells its attention dropout")
+        raise ValueError(f"sampling(dropout=True): no attribute of {type(module).__name__} holds its attention dropout")
     return rate
 
 
 AttentionInterface.register(ATTENTION_NAME, bayesian_attention)
-# only a model loaded with attn_implementation="bayesattn" would look here; without an entry it would lose its masks silently
+# read only for a model loaded with attn_implementation="bayesattn", which would silently lose its masks without it
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -2,8 +2,8 @@
 
     trainer = Trainer(model, args, train_dataset=..., callbacks=[KLCallback(KLSchedule("sigmoid", anneal_rate=0.2))])
 
-A callback is not asked for the loss, but the loss passes through the model's forward, and there hooks can reach it: before
-the forward of a training step a `record_kl()` scope opens, after it the KL is added to the loss that the Trainer reads.
+A callback does not see the loss, but hooks on the model's forward do: before the forward of a training step one opens a
+`record_kl()` scope, after it another adds the KL to the loss that the Trainer reads.
 """
 
 from contextlib import ExitStack
@@ -22,7 +22,19 @@ from bayesattn.watch import check_optimizers
 
 
 class BayesianCallback(TrainerCallback):
-    """Writes what `save_bayesian` writes into every checkpoint of any Trainer, and checks the model before training."""
+    """Writes what `save_bayesian` writes into every checkpoint of any Trainer, and checks the model before training.
+
+    Example:
+        >>> import os, tempfile
+        >>> from types import SimpleNamespace
+        >>> import bayesattn as ba
+        >>> model = ba.bayesianize(nn.MultiheadAttention(8, 2), ba.AttentionConfig("BAM-WC"))
+        >>> with tempfile.TemporaryDirectory() as folder:  # what the Trainer does at every checkpoint
+        ...     state = SimpleNamespace(is_world_process_zero=True, global_step=7)
+        ...     BayesianCallback().on_save(SimpleNamespace(output_dir=folder), state, None, model=model)
+        ...     sorted(os.listdir(f"{folder}/checkpoint-7"))
+        ['README.md', 'bayesattn.safetensors', 'bayesattn_config.json']
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Raise if nothing is Bayesian, warn if priors are frozen or in no optimizer."""
@@ -45,8 +57,25 @@ class KLCallback(BayesianCallback):
     DataParallel and DeepSpeed are refused; the first two work with `BayesianTrainer`.
 
     Args:
-        schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1.
+        schedule: Weight λ of the KL as a function of the optimizer step; None is a constant 1.
         max_share: The weighted KL is at most this share of the NLL (`elbo`); None for no cap.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> import transformers as hf
+        >>> import bayesattn as ba
+        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+        >>> model = ba.bayesianize(hf.BertForSequenceClassification(hf.BertConfig(**sizes)), ba.AttentionConfig("BAM-WC"))
+        >>> rows = [{"input_ids": torch.tensor([1, 5, 2]), "labels": torch.tensor(1)}] * 4
+        >>> options = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": "none"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     args = hf.TrainingArguments(folder, disable_tqdm=True, **options)
+        ...     trainer = hf.Trainer(model, args, train_dataset=rows, callbacks=[KLCallback()])
+        ...     trainer.remove_callback(hf.PrinterCallback)  # the log is read below instead
+        ...     _ = trainer.train()
+        >>> {"nll", "kl", "kl_weight"} <= set(trainer.state.log_history[0])
+        True
     """
 
     def __init__(self, schedule: KLSchedule | None = None, *, max_share: float | None = MAX_SHARE) -> None:
@@ -56,17 +85,17 @@ class KLCallback(BayesianCallback):
         self._log = ElboLog()
         self._hooks: list[RemovableHandle] = []
         self._kl_weight = 0.0
-        # what the hook before the forward leaves for the one after it
+        # passed from the hook before the forward to the one after it
         self._open: ExitStack | None = None
         self._scope: KLScope | None = None
         self._num_items: Tensor | int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Refuse what the hooks cannot reach, and register them."""
+        """Refuse settings under which the hooks cannot work, and register them."""
         _refuse(args)
         self.remove()
         if model is None:
-            raise ValueError("model is None; allowed: a Trainer with a model")
+            raise ValueError("model is None. Use the callback in a Trainer that has a model")
         _check(model, kwargs)
         self._log = ElboLog()
         self._hooks = [
@@ -75,7 +104,7 @@ class KLCallback(BayesianCallback):
         ]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the KL weight of the optimiser step that begins."""
+        """Set the KL weight of the optimizer step that begins."""
         self._kl_weight = self.schedule(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
@@ -86,11 +115,11 @@ class KLCallback(BayesianCallback):
             state.log_history[-1].update(means)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks off the model; needed by hand only after a training that an error broke off outside the model."""
+        """Remove the hooks from the model; call it yourself only after an error outside the model has ended the training."""
         self._close()
         for hook in self._hooks:
             hook.remove()
@@ -111,14 +140,14 @@ class KLCallback(BayesianCallback):
         scope = self._scope
         self._close()
         if output is None:
-            # the forward raised, its own error is on the way, and no event of the Trainer will follow
+            # the forward raised: its own error propagates, and no event of the Trainer will follow
             self.remove()
             return None
         nll = output.get("loss") if isinstance(output, dict) else output[0]
         if not isinstance(nll, Tensor) or nll.ndim:
             self.remove()
             raise ValueError(
-                f"{type(model).__name__} returned no loss from the inputs {', '.join(kwargs)}; allowed with KLCallback: "
+                f"{type(model).__name__} returned no loss from the inputs {', '.join(kwargs)}; KLCallback needs "
                 "inputs from which the model computes its loss (with compute_loss_func use BayesianTrainer)"
             )
         parts = negative_elbo(
@@ -146,19 +175,21 @@ def _check(model: nn.Module, event: dict[str, Any]) -> None:
     """Raise if nothing is Bayesian, warn about priors that would not be trained."""
     check_trainable(model)
     optimizer = event.get("optimizer")
-    # DeepSpeed's stand-in is no optimizer
+    # DeepSpeed's placeholder is not an optimizer
     if isinstance(optimizer, Optimizer):
         check_optimizers(model, [optimizer])
 
 
 def _refuse(args: Any) -> None:
-    """Raise on training arguments under which a hook on the model would not see, or not be able to change, the loss."""
-    cannot = "; KLCallback reaches only a loss that the model computes in its forward"
+    """Raise on training arguments under which a hook on the model cannot see or change the loss."""
     if args.label_smoothing_factor:
-        raise ValueError(f"label_smoothing_factor is {args.label_smoothing_factor}; allowed: 0{cannot}. Use BayesianTrainer")
+        raise ValueError(
+            f"label_smoothing_factor is {args.label_smoothing_factor}. Set it to 0, because KLCallback reaches only a loss "
+            "that the model computes in its forward, or use BayesianTrainer"
+        )
     if args.torch_compile:
-        raise ValueError("torch_compile is True; allowed with KLCallback: False (hooks of a compiled model are not traced)")
+        raise ValueError("KLCallback needs torch_compile=False, because the hooks of a compiled model are not traced")
     if args.n_gpu > 1:
-        raise ValueError(f"the Trainer sees {args.n_gpu} GPUs in one process (DataParallel); allowed with KLCallback: one")
+        raise ValueError(f"KLCallback needs one GPU per process, but the Trainer uses {args.n_gpu} (DataParallel)")
     if args.deepspeed is not None:
-        raise ValueError("deepspeed is set; allowed with KLCallback: None")
+        raise ValueError("KLCallback does not support deepspeed")

@@ -1,4 +1,4 @@
-"""Doubt of a text classifier, text by text: what it answers, how sure it may be, and which words the doubt comes from."""
+"""Doubt of a text classifier, text by text: the answer, how far to trust it, and the words the doubt comes from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class TextDoubt:
-    """One text and what a classifier's attention says about it.
+    """One text, a classifier's answer and its doubt.
 
     Attributes:
         text: As given; of a pair both, one after the other.
@@ -23,7 +23,7 @@ class TextDoubt:
         margin: Difference of the two largest logits.
         std: Its standard deviation under attention noise.
         t: margin / std; texts with a small t are the doubtful ones.
-        pieces: The text cut into words and what stands between them, each with its share of the variance.
+        pieces: The text as words and the characters between them, each with its share of the variance.
         special: Share of the tokens that are not text ([CLS], [SEP]).
         by_head: Share by attention module and head.
     """
@@ -51,7 +51,7 @@ def doubt_texts(
 
     Args:
         model: A transformers sequence classifier, plain or Bayesian; left as it was.
-        tokenizer: Its fast tokenizer, which knows where in the text a token is.
+        tokenizer: Its fast tokenizer, which maps tokens to places in the text.
         texts: Texts, or pairs of texts.
         batch_size: Texts per pass.
         max_length: Tokens at most; None is what the tokenizer allows.
@@ -60,9 +60,9 @@ def doubt_texts(
         ValueError: There is no text, one is empty, or the tokenizer is a slow one.
     """
     if not texts:
-        raise ValueError("texts is empty; give at least one text")
+        raise ValueError("texts must hold at least one text, got none")
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError("the tokenizer is a slow one, which does not say where in the text a token is; load the fast one")
+        raise ValueError("the tokenizer must be a fast one: slow ones do not return the place of a token in the text")
     for number, text in enumerate(texts, start=1):
         if not any(part.strip() for part in ([text] if isinstance(text, str) else text)):
             raise ValueError(f"text {number} is empty")

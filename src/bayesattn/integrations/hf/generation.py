@@ -23,6 +23,7 @@ from bayesattn.convert.hosted import HostedAttention
 from bayesattn.noise.specification import draw_seed
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.prediction import sampling
+from bayesattn.scalars import check_count
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class SampledGenerations:
         valid: Which of `tokens` belong to the continuation (up to and including the end token).
         token_log_prob: Log-probability of each token under its own draw; 0 where not valid.
         token_entropy: Entropy in nats of the distribution it was chosen from; 0 where not valid.
+
+    Example:
+        >>> tokens = torch.tensor([[[4, 7]], [[4, 9]], [[4, 9]]])  # three draws for one prompt
+        >>> zeros, valid = torch.zeros(3, 1, 2), torch.ones(3, 1, 2, dtype=torch.bool)
+        >>> SampledGenerations(tokens, tokens, valid, token_log_prob=zeros - 0.5, token_entropy=zeros).disagreement
+        tensor([0.6667])
     """
 
     sequences: Int[Tensor, "s b l"]
@@ -90,22 +97,31 @@ def generate(
 
     Raises:
         ValueError: The model is not converted, or an argument is out of range.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 0}
+        >>> model = ba.bayesianize(GPT2LMHeadModel(GPT2Config(**sizes)), ba.AttentionConfig("BAM-NOKL"))
+        >>> prompts = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "attention_mask": torch.ones(2, 2, dtype=torch.long)}
+        >>> result = generate(model, prompts, num_samples=3, seed=0, min_new_tokens=4, max_new_tokens=4, pad_token_id=0)
+        >>> result.tokens.shape, result.disagreement.shape
+        (torch.Size([3, 2, 4]), torch.Size([2]))
     """
-    for name, value in (("num_samples", num_samples), ("chunk_size", num_samples if chunk_size is None else chunk_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
+    check_count("num_samples", num_samples)
+    check_count("chunk_size", num_samples if chunk_size is None else chunk_size)
     taken = {"num_return_sequences", "return_dict_in_generate", "output_logits"} & set(generate_kwargs)
     if taken:
         raise ValueError(
-            f"{', '.join(sorted(taken))} cannot be chosen here; use num_samples, and read the result's attributes"
+            f"{', '.join(sorted(taken))} cannot be set here. Use num_samples, and read the attributes of the result"
         )
     if isinstance(inputs, Tensor):
         inputs = {model.main_input_name: inputs}
     if not isinstance(inputs, Mapping):
-        raise ValueError(f"inputs is {type(inputs).__name__}; allowed: what a tokenizer returns, or a tensor of token ids")
+        raise ValueError(f"inputs must be the output of a tokenizer, or a tensor of token ids, got {type(inputs).__name__}")
     first = next(iter(inputs.values()))
     batch, device = first.shape[0], first.device
-    # static caches make generate() compile the forward pass, past the hook that says where a sequence stands
+    # static caches make generate() compile the forward pass, which skips the hook that sets the position
     options = {"disable_compile": True, **generate_kwargs, "return_dict_in_generate": True, "output_logits": True}
     was_training = model.training
     chunks = []
@@ -127,14 +143,25 @@ def generate(
 
 @contextmanager
 def sequence_noise(model: nn.Module, seeds: Int[Tensor, " s"]) -> Iterator[NoiseStream]:
-    """Tie the noise to the sequences of the batch: entry i draws from `seeds[i]`, layer and position alone.
+    """Bind the noise to the sequences of the batch: entry i draws from `seeds[i]`, layer and position alone.
 
     Use with `sampling(model)` around calls of `model` or `model.generate`. Entries beyond the seeds are beams.
+
+    Example:
+        >>> import bayesattn as ba
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 0}
+        >>> model = ba.bayesianize(GPT2LMHeadModel(GPT2Config(**sizes)).eval(), ba.AttentionConfig("BAM-NOKL"))
+        >>> tokens = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+        >>> with sampling(model), sequence_noise(model, torch.tensor([1, 1, 2])), torch.no_grad():
+        ...     logits = model(tokens).logits
+        >>> torch.allclose(logits[0], logits[1]), torch.allclose(logits[0], logits[2])
+        (True, False)
     """
     layers = [part for _, _, part in converted_modules(model) if isinstance(part, HostedAttention)]
     if not layers:
         raise ValueError(
-            f"model is a {type(model).__name__} without converted transformers attention; call bayesianize first"
+            f"model is a {type(model).__name__} without converted transformers attention. Call bayesianize first"
         )
     stream = NoiseStream(seeds, layers)
     host: Any = model
@@ -174,8 +201,8 @@ def _read(model: PreTrainedModel, output: Any, draws: int, batch: int) -> Sample
     # what precedes is the prompt, or a decoder's first tokens: one, two in Whisper, more if given
     tokens = sequences[:, sequences.shape[1] - steps :]
     if beams is not None and logits[0].shape[0] == sequences.shape[0]:
-        # Whisper's own generate keeps one row per sequence, and not that of the beam it chose
-        raise ValueError(f"{type(model).__name__} returns no logits of its beams; allowed with it: num_beams=1")
+        # Whisper's own generate keeps one row per sequence, which is not that of the chosen beam
+        raise ValueError(f"{type(model).__name__} returns no logits of its beams. Use num_beams=1")
     if beams is None:
         chosen = torch.stack(logits[:steps], dim=1)
     else:
@@ -203,7 +230,7 @@ def _pad_id(model: PreTrainedModel) -> int:
 
 
 def _concatenate(chunks: list[SampledGenerations], pad_id: int) -> SampledGenerations:
-    """Put chunks of different length behind each other."""
+    """Concatenate chunks of different lengths."""
     fills = {"sequences": pad_id, "tokens": pad_id, "valid": False, "token_log_prob": 0.0, "token_entropy": 0.0}
     fields = {}
     for name, fill in fills.items():

@@ -1,12 +1,12 @@
-"""What the Trainer mixin and the callback for the stock Trainer share: the negative ELBO of one micro-batch, and its log.
+"""The negative ELBO of one micro-batch and its log, shared by the Trainer mixin and the callback for the stock Trainer.
 
-Over the micro-batches of all processes that make one optimiser step, the gradient is that of
+Over the micro-batches of all processes that make one optimizer step, the gradient is that of
 
     [ Σ_labels NLL + λ_t Σ_examples KL ] / (number of labels)
 
-so the KL has the same weight at any batch size, number of accumulation steps and number of processes. For that the model is
-never told the number of items: asked for none, every model returns a mean over this micro-batch's labels. With one, some
-models divide by it and some (BERT's classifiers) ignore it, and the KL would weigh differently in each.
+so the KL has the same weight at any batch size, number of accumulation steps and number of processes. For that the model
+never gets the number of items: without it, every model returns a mean over this micro-batch's labels. With it, some models
+divide by it and some (BERT's classifiers) ignore it, and the KL would weigh differently in each.
 """
 
 import warnings
@@ -43,7 +43,7 @@ def negative_elbo(
         max_share: Largest weighted KL, as a share of this micro-batch's NLL; None for no cap.
         examples: Examples of this micro-batch.
         labels: Labels of this micro-batch.
-        num_items: Labels of the whole optimiser step. Where the Trainer counts them it adds the micro-batches' losses, and
+        num_items: Labels of the whole optimizer step. Where the Trainer counts them it adds the micro-batches' losses, and
             otherwise takes their mean.
     """
     parts = elbo(
@@ -71,7 +71,7 @@ def count_labels(inputs: Mapping[str, Any], model: nn.Module) -> int:
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the first label of a row is no target, as in decoders; the rule is the Trainer's."""
+    """Whether the first label of a row is not a target, as in decoders; the rule is the Trainer's."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
     is_causal = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss  # pyright: ignore[reportArgumentType]
     return is_causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
@@ -92,7 +92,7 @@ class ElboLog:
         self._watch.add(parts.nll, parts.kl, parts.weighted_kl)
 
     def take(self) -> dict[str, float]:
-        """Return the means since the last call, empty if there was no micro-batch, and begin anew."""
+        """Return the means since the last call, empty if there was no micro-batch, and reset them."""
         if self._sums is None:
             return {}
         nll, kl, weight, count = cast(Tensor, reduce(self._sums, reduction="sum")).tolist()
@@ -104,7 +104,7 @@ def check_trainable(model: nn.Module) -> None:
     """Raise if the model has no stochastic attention, warn if priors would not be trained."""
     if not any(isinstance(module, BayesianModule) and module.config.is_stochastic for module in model.modules()):
         raise ValueError(
-            f"model is a {type(model).__name__} without stochastic attention; call bayesianize(model, config) first"
+            f"model is a {type(model).__name__} without stochastic attention. Call bayesianize(model, config) first"
         )
     names = [name or "the model" for name, _, part in converted_modules(model) if _is_frozen(part)]
     if names:

@@ -24,6 +24,7 @@ from bayesattn.convert.masks import split_mask
 from bayesattn.convert.sdpa import SampledAttention
 from bayesattn.integrations.hf.adapter import batch_of, release_batch
 from bayesattn.nn import AttentionWeights, BayesianModule
+from bayesattn.ops.attention import observers
 from bayesattn.precision import without_autocast
 
 # classes whose `forward` multiplies queries with keys, then takes one softmax over the scores (Falcon: or calls torch's
@@ -39,7 +40,7 @@ CLASSES = frozenset(
     )
 )
 
-# models forbid with the smallest number of their dtype, so at most with that of float16, with a score added or in its place
+# models mask with the smallest number of their dtype, added to the score or in its place: at most float16's smallest
 _FORBIDDEN_SCORE = torch.finfo(torch.float16).min / 2
 _PRODUCTS = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.baddbmm)
 
@@ -143,7 +144,7 @@ class _SampledSoftmax(SampledAttention):
         return func(*args, **kwargs)
 
     def check(self, is_as_expected: bool) -> None:
-        """Raise where the host does not compute as it did when its class was added to the list."""
+        """Raise where the host no longer computes as it did when its class was added to the list."""
         if not is_as_expected:
             raise RuntimeError(
                 f"{self.host} of this version of transformers does not compute one product of queries and keys and one "
@@ -162,18 +163,20 @@ class _SampledSoftmax(SampledAttention):
                 assert self.key is not None  # for the type checker
                 key = self.key.reshape(given.shape[0], -1, *self.key.shape[-2:]) * self.key_factor
                 kl = child.kl(scores, key, mask)
+            if child.is_observed:
+                observers.note_scores(child, scores, mask)
             if child.is_measured:
                 args = (sensitivity.through_scores(given, child), *args[1:])
             # hosts take views of what softmax returns
             weights = child.draw(scores, mask, 0).to(dtype).contiguous() if child.is_sampling else softmax(*args, **kwargs)
             if child.wakes_dropout:
                 if self.dropout_p is None:
-                    raise ValueError("sampling(dropout=True): no attribute of the module tells its attention dropout")
+                    raise ValueError("sampling(dropout=True): no attribute of the module holds its attention dropout")
                 weights = F.dropout(weights, self.dropout_p)
         return child.record(weights, kl)
 
     def _mask(self, scores: Tensor) -> Tensor:
-        """Return where a query may attend: from the additive mask the host was given, and from what it did to the scores."""
+        """Return where a query may attend: from the additive mask that the host was given, and from the masked scores."""
         allowed = scores > _FORBIDDEN_SCORE
         if self.attention_mask is None or not self.attention_mask.is_floating_point() or self.attention_mask.ndim != 4:
             return allowed
@@ -189,14 +192,14 @@ def _dropout_rate(module: Any) -> float | None:
 
 
 def _key_factor(module: Any) -> float:
-    """Return what the host divided its keys by before it multiplied them: the prior reads keys, as everywhere."""
+    """Return the factor by which the host divided its keys before the product: the prior reads the original keys."""
     types = getattr(module, "pos_att_type", None)
     return 1.0 if types is None else math.sqrt(module.attention_head_size * (1 + len({"c2p", "p2c"} & set(types))))
 
 
 @cache
 def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
-    # same name: code that looks at class names, and print(model), see what they saw before
+    # same name, so that code that looks at class names, and print(model), see no change
     return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
 
 

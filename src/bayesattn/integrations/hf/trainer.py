@@ -30,9 +30,17 @@ class BayesianTrainerMixin(_TrainerBase):
     checkpoint, as does the noise, which comes from torch's generators.
 
     Args:
-        schedule: Weight λ of the KL as a function of the optimiser step; None is a constant 1.
+        schedule: Weight λ of the KL as a function of the optimizer step; None is a constant 1.
         max_share: The weighted KL is at most this share of the NLL (`elbo`); None for no cap.
         *args, **kwargs: The Trainer's own.
+
+    Example:
+        >>> from transformers import Seq2SeqTrainer
+        >>> class BayesianSeq2SeqTrainer(BayesianTrainerMixin, Seq2SeqTrainer):
+        ...     def count_labels(self, inputs):  # for a model whose loss is a mean over examples
+        ...         return len(inputs["input_ids"])
+        >>> [parent.__name__ for parent in BayesianSeq2SeqTrainer.__mro__[1:4]]
+        ['BayesianTrainerMixin', 'Seq2SeqTrainer', 'Trainer']
     """
 
     def __init__(
@@ -40,18 +48,18 @@ class BayesianTrainerMixin(_TrainerBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         if any(isinstance(callback, KLCallback) for callback in self.callback_handler.callbacks):
-            raise ValueError("callbacks has a KLCallback; allowed beside this Trainer, which adds the KL itself: none")
+            raise ValueError("callbacks has a KLCallback, and this Trainer adds the KL itself. Leave the callback out")
         self.schedule = KLSchedule() if schedule is None else schedule
         check_max_share(max_share)
         self.max_share = max_share
         self._elbo_log = ElboLog()
         check_trainable(cast(nn.Module, self.model))
-        # one that the Trainer builds has every parameter; DeepSpeed's stand-in is no optimizer
+        # an optimizer that the Trainer builds has every parameter; DeepSpeed's placeholder is not an optimizer
         if isinstance(self.optimizer, Optimizer):
             check_optimizers(cast(nn.Module, self.model), [self.optimizer])
 
     def count_labels(self, inputs: dict[str, Any]) -> int:
-        """Return over how many labels the model's loss is a mean; override where `labels` does not tell."""
+        """Return over how many labels the model's loss is a mean; override it where `labels` does not give that number."""
         return count_labels(inputs, cast(nn.Module, self.model))
 
     def likelihood(self, model: nn.Module, run: Callable[[], Tensor]) -> Tensor:
@@ -92,7 +100,7 @@ class BayesianTrainerMixin(_TrainerBase):
         return (loss, outputs) if return_outputs else loss
 
     def _process_factor(self, num_items: Any) -> int:
-        """Return what the Trainer multiplies a loss by that is a sum over all processes: DDP averages their gradients."""
+        """Return the Trainer's factor of a loss that is a sum over all processes: DDP averages their gradients."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if num_items is None or not counts or not self.args.average_tokens_across_devices:
             return 1
@@ -107,4 +115,22 @@ class BayesianTrainerMixin(_TrainerBase):
 
 
 class BayesianTrainer(BayesianTrainerMixin, Trainer):
-    """`transformers.Trainer` whose loss is the negative ELBO; see `BayesianTrainerMixin`."""
+    """`transformers.Trainer` whose loss is the negative ELBO; see `BayesianTrainerMixin`.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> import transformers as hf
+        >>> import bayesattn as ba
+        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+        >>> model = ba.bayesianize(hf.BertForSequenceClassification(hf.BertConfig(**sizes)), ba.AttentionConfig("BAM-WC"))
+        >>> rows = [{"input_ids": torch.tensor([1, 5, 2]), "labels": torch.tensor(1)}] * 4
+        >>> options = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": "none"}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     args = hf.TrainingArguments(folder, disable_tqdm=True, **options)
+        ...     trainer = BayesianTrainer(model, args, train_dataset=rows)
+        ...     trainer.remove_callback(hf.PrinterCallback)  # the log is read below instead
+        ...     _ = trainer.train()
+        >>> {"nll", "kl", "kl_weight"} <= set(trainer.state.log_history[0])
+        True
+    """

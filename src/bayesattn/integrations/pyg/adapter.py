@@ -23,7 +23,7 @@ _PLAIN = {bayesian: plain for plain, bayesian in _BAYESIAN.items()}
 
 
 def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-    """Return the layers that normalise scores over edges; those of other classes with a problem."""
+    """Return the layers that normalize scores over edges; those of other classes with a problem."""
     found: dict[str, str | None] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MessagePassing) or isinstance(module, BayesianModule):
@@ -32,8 +32,8 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
             explains = getattr(module, "_explain", None)
             found[name] = "it is being explained; end the explanation first" if explains else None
         elif _has_softmax(type(module)):
-            allowed = ", ".join(plain.__name__ for plain in _BAYESIAN)
-            found[name] = f"its class has no Bayesian counterpart; allowed: {allowed}, not their subclasses"
+            supported = ", ".join(plain.__name__ for plain in _BAYESIAN)
+            found[name] = f"its class has no Bayesian counterpart. Supported are {supported}, but not their subclasses"
     return found
 
 
@@ -69,7 +69,7 @@ def detach(model: nn.Module, name: str) -> None:
 
 
 def _has_softmax(layer_class: type[nn.Module]) -> bool:
-    """Say whether the layer's own code, that above `MessagePassing`, calls something named softmax."""
+    """Return whether the layer's own code (not `MessagePassing`'s) calls something named softmax."""
     own = layer_class.__mro__[: layer_class.__mro__.index(MessagePassing)]
     functions = (inspect.unwrap(f) for parent in own for f in vars(parent).values() if inspect.isfunction(f))
     return any("softmax" in function.__code__.co_names for function in functions)

@@ -1,10 +1,9 @@
-"""What the three graph layers share: edges kept sorted between calls, and from their scores to output, weights and KL.
+"""Shared by the three graph layers: edges kept sorted between calls, and the way from scores to output, weights and KL.
 
 The layers run PyG's own code unless something about the weights is random: `eval()` is PyG's layer bit for bit. Else
-`edge_updater` and `propagate`, the two calls by which PyG's `forward` asks for scores and sums, are answered here with
-`functional.edge_attention`; projections, self loops, residuals and biases stay PyG's. Where someone watches the messages
-themselves (hooks, explanations, another aggregation than the sum, sparse adjacency matrices), PyG passes them as always
-and only the softmax is replaced.
+`edge_updater` and `propagate`, the two calls by which PyG's `forward` gets scores and sums, run `functional.edge_attention`;
+projections, self loops, residuals and biases stay PyG's. Where the messages themselves are needed (hooks, explanations, an
+aggregation other than the sum, sparse adjacency matrices), PyG passes them as always and only the softmax is replaced.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops, to_edge_index
 
-from bayesattn import checks
+from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EDGE_BACKENDS, PRIOR_SCOPES, EdgeBackend, Edges, PriorScope, edge_attention
 from bayesattn.integrations.pyg.batches import SeedRows
@@ -28,6 +27,7 @@ from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import csr, plain, reference
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.precision import upcast, without_autocast
+from bayesattn.scalars import check_choice, check_rate
 
 
 class _Sorted(NamedTuple):
@@ -35,23 +35,23 @@ class _Sorted(NamedTuple):
 
     ends: tuple[Tensor, Tensor]
     edges: Edges
-    # the tensor they came in, where it was on a GPU, and what it was like
+    # the tensor they came in, if it was on a GPU, and its stamp
     given: ref[Tensor] | None
     stamp: tuple[Any, ...]
 
     def is_from(self, edge_index: Tensor, flow: str, loops: bool) -> bool:
-        """Whether that very tensor is given again, unchanged; to compare its entries would be to wait for the GPU."""
+        """Whether that very tensor is given again, unchanged; comparing its entries would wait for the GPU."""
         return self.given is not None and self.given() is edge_index and self.stamp == _stamp(edge_index, flow, loops)
 
 
 def _stamp(edge_index: Tensor, flow: str, loops: bool) -> tuple[Any, ...]:
-    """Return how often a tensor was written to, where it lies, which of its rows are the sources, and if loops are added."""
+    """Return a tensor's version and address, which of its rows are the sources, and whether loops are added."""
     return edge_index._version, edge_index.data_ptr(), edge_index.shape, edge_index.stride(), flow, loops
 
 
 # of every layer; not on the layer, which is copied and pickled
 _SORTED: WeakKeyDictionary[nn.Module, _Sorted] = WeakKeyDictionary()
-# where the entries of a tensor change only by operations that torch counts; those on a CPU may belong to NumPy
+# devices on which only operations that torch counts change a tensor; CPU memory may belong to NumPy
 _COUNTING_DEVICES = ("cuda",)
 
 _HOOKS = [
@@ -61,7 +61,7 @@ _HOOKS = [
 
 @dataclass
 class Call:
-    """One call of a layer, from PyG's first question to the last."""
+    """One call of a layer."""
 
     edges: Edges
     # gathers of node values onto edges, in the order of `edges`
@@ -76,14 +76,14 @@ class EdgeAttentionModule(BayesianModule):
     """Mixin for PyG's attention layers.
 
     Attributes:
-        prior_scope: Over which nodes the contextual prior sums to one: `graph` (all nodes that are somebody's source, as
-            published) or `neighbourhood` (the sources of each target, as the derivation asks).
+        prior_scope: Over which nodes the contextual prior sums to one: `graph` (all nodes that are a source, as published)
+            or `neighborhood` (the sources of each target, as the derivation requires).
         backend: Passed to `functional.edge_attention`.
         value_dropout: Dropout of the features that are averaged, not of those that scores and prior see (GAT's third).
     """
 
     on_edges = True
-    # class attributes are what a converted layer, which no constructor saw, has
+    # class attributes, because a converted layer never ran the constructor
     prior_scope: PriorScope = "graph"
     backend: EdgeBackend = "auto"
     value_dropout: float = 0.0
@@ -109,9 +109,9 @@ class EdgeAttentionModule(BayesianModule):
         backend: EdgeBackend,
         value_dropout: float,
     ) -> None:
-        checks.choice("prior_scope", prior_scope, PRIOR_SCOPES)
-        checks.choice("backend", backend, EDGE_BACKENDS)
-        checks.probability("value_dropout", value_dropout)
+        check_choice("prior_scope", prior_scope, PRIOR_SCOPES)
+        check_choice("backend", backend, EDGE_BACKENDS)
+        check_rate("value_dropout", value_dropout)
         self.prior_scope, self.backend, self.value_dropout = prior_scope, backend, value_dropout
         self.init_bayesian(config, key_dim=self.out_channels, num_heads=self.heads, weights=weights)
         self._check_backend()
@@ -119,7 +119,9 @@ class EdgeAttentionModule(BayesianModule):
     def _check_backend(self) -> None:
         if self.bayes_weights is not None and self.backend not in ("auto", "reference"):
             name = self.bayes_weights.name
-            raise ValueError(f"backend is {self.backend!r}, but {name} has no kernel; allowed here: 'auto' or 'reference'")
+            raise ValueError(
+                f"backend {self.backend!r} cannot be used with {name}, which has no kernel. Use 'auto' or 'reference'"
+            )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -138,7 +140,7 @@ class EdgeAttentionModule(BayesianModule):
         return not (self.training or self.drops_in_eval) and self.is_idle
 
     def _passes_messages(self, edge_index: Any) -> bool:
-        """Whether PyG has to pass the messages, because someone watches them or sums otherwise."""
+        """Whether PyG has to pass the messages, because hooks need them or they are not summed."""
         return bool(
             any(getattr(self, hooks) for hooks in _HOOKS)
             or self.explain
@@ -150,10 +152,10 @@ class EdgeAttentionModule(BayesianModule):
     def _takes_parts(self, on_cuda: bool) -> bool:
         """Whether `functional.edge_attention` gets the scores as they come, and may run kernels."""
         runs_kernels = self.backend == "triton" or (self.backend == "auto" and on_cuda)
-        return runs_kernels and self.bayes_weights is None and self.seed_rows is None
+        return runs_kernels and self.bayes_weights is None and self.seed_rows is None and not self.is_measured
 
     def _open(self, edge_index: Any, num_sources: int, num_targets: int) -> Call:
-        """Find the edges of this call and decide who sums over them."""
+        """Find the edges of this call and decide whether this library or PyG sums over them."""
         passes_messages = self._passes_messages(edge_index)
         if passes_messages or (torch.compiler.is_compiling() and self.backend != "triton"):
             ends = _end_points(edge_index, self.flow)
@@ -165,7 +167,8 @@ class EdgeAttentionModule(BayesianModule):
         """Return the operations on sorted edges that suit their device."""
         takes_csr = self.backend in ("auto", "csr") and edges.source.device.type == "cpu"
         is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        return csr if takes_csr and not is_traced else plain
+        # doubt needs derivatives that only torch's own operations have
+        return csr if takes_csr and not is_traced and not self.is_measured else plain
 
     def _attend(
         self,
@@ -184,6 +187,10 @@ class EdgeAttentionModule(BayesianModule):
             )
             return result._replace(output=self.record(result.output, result.kl))
         is_whole = self.seed_rows is None
+        backend = self.backend
+        if self.is_measured:
+            assert isinstance(scores, Tensor)
+            scores, backend = sensitivity.through_edges(scores, edges, self), "reference"
         result = edge_attention(
             scores,
             self._drop_value(value, call.ops),
@@ -195,7 +202,7 @@ class EdgeAttentionModule(BayesianModule):
             sample=self.is_sampling,
             need_kl=needs_kl and is_whole,
             need_weights=self._wants_weights,
-            backend=self.backend,
+            backend=backend,
         )
         kl = result.kl
         if needs_kl and not is_whole:
@@ -210,13 +217,15 @@ class EdgeAttentionModule(BayesianModule):
         if self.bayes_weights is not None:
             if self.bayes_weights.has_kl:
                 raise ValueError(
-                    f"weights are {self.bayes_weights.name!r}, whose KL needs the sums of a layer whose messages PyG passes "
-                    "itself (hooks, explanations, sparse matrices, another aggregation than the sum); allowed there: "
-                    "weights without a KL"
+                    f"the KL of the weights {self.bayes_weights.name!r} needs sums that are not available where PyG passes "
+                    "the messages itself (hooks, explanations, sparse matrices, an aggregation other than the sum). Use "
+                    "weights without a KL there"
                 )
             return self.bayes_weights.edge_weights(scores, edges, plain).to(scores.dtype)
         with without_autocast(scores.device.type):
             phi = upcast(scores)
+            if self.is_measured:
+                phi = sensitivity.through_edges(phi, edges, self)
             self._call.scores = phi
             if self.is_sampling:
                 weights = reference.sample_weights(phi, edges, None, self.config)
@@ -252,7 +261,7 @@ class EdgeAttentionModule(BayesianModule):
         return ops.dropout(value.flatten(1), p).view_as(value) if p else value
 
     def _prior_of(self, call: Call, keys: Float[Tensor, "n h d"]) -> Float[Tensor, "n h"] | NodePrior | None:
-        """Return ln Ψ of every node, or what the kernels compute it from where they may."""
+        """Return ln Ψ of every node or, where the kernels run, the inputs from which they compute it."""
         if self.bayes_prior is not None and call.takes_parts:
             fused = self.bayes_prior.fused_of_nodes(keys, _used(call.edges))
             if fused is not None:
@@ -285,7 +294,7 @@ def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tens
 def sorted_edges(
     layer: EdgeAttentionModule, edge_index: Tensor, num_sources: int, num_targets: int, *, loops: bool = False
 ) -> Edges:
-    """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to see.
+    """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to check.
 
     Args:
         layer: Whose edges they are.
@@ -317,7 +326,7 @@ def sorted_edges(
 
 
 def _mark(edge_index: Tensor, flow: str, loops: bool) -> dict[str, Any]:
-    """Return what a tensor is known by next time; inference mode counts nothing."""
+    """Return the tensor's stamp for the next call; inference mode has no version counter."""
     if edge_index.device.type not in _COUNTING_DEVICES or edge_index.is_inference():
         return {"given": None, "stamp": ()}
     return {"given": ref(edge_index), "stamp": _stamp(edge_index, flow, loops)}

@@ -2,7 +2,7 @@
 
 A bag of words is zero almost everywhere (Cora: 98.7 %). torch multiplies such a matrix quickly, but its gradient sorts the
 matrix anew in every backward pass to transpose it. Here a layer keeps the transposed pattern from one call to the next;
-dropout on the features changes values, and the pattern stays.
+dropout on the features changes the values, not the pattern.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ def project(layer: nn.Module, x: Float[Tensor, "n f"], weight: Float[Tensor, "d 
 
     Args:
         layer: Whose features they are; its last transposed pattern is reused where the pattern is the same.
-        x: As `is_sparse_on_cpu` says.
+        x: Features for which `is_sparse_on_cpu` is True.
         weight: W.
     """
     with without_autocast("cpu"):
@@ -59,7 +59,7 @@ class _Project(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, pattern = ctx.x, _pattern(ctx.layer, ctx.x)
         values = x.values().index_select(0, pattern.order)
-        # the indices were made from those of a valid matrix
+        # the indices come from a valid matrix
         transposed = torch.sparse_csr_tensor(
             pattern.column_pointers, pattern.rows, values, (x.shape[1], x.shape[0]), check_invariants=False
         )

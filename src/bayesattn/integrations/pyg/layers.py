@@ -1,12 +1,12 @@
-"""GAT and GATv2 with sampled edge weights: to construct, or what `bayesianize` turns PyG's instances into.
+"""GAT and GATv2 with sampled edge weights: constructed, or made from PyG's instances by `bayesianize`.
 
     Φ_e per edge and head → W = softmax over the edges into a node of log S        (Sec. 4.1 of the paper, sparse)
 
 The key of an edge is its source node's projected features. Each constructor takes PyG's arguments and, by keyword:
 
     config         which posterior and prior
-    prior_scope    over which nodes a contextual prior sums to one: `graph`, all nodes that are somebody's source, as
-                   published; `neighbourhood`, the sources of each target, as the derivation, one softmax a row, asks
+    prior_scope    over which nodes a contextual prior sums to one: `graph`, all nodes that are a source, as published;
+                   `neighborhood`, the sources of each target, as the derivation, with one softmax per row, requires
     value_dropout  dropout of the features that are averaged, but not of those that scores and prior see
     backend        passed to `functional.edge_attention`
 """
@@ -29,14 +29,14 @@ from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 
 
 class _PairLayer(EdgeAttentionModule):
-    """GAT and GATv2: PyG's forward asks `edge_updater` for the weights, then `propagate` for the sums."""
+    """GAT and GATv2: PyG's forward calls `edge_updater` for the weights, then `propagate` for the sums."""
 
     dropout: float
 
     def edge_updater(self, edge_index, size=None, **kwargs):
         """Return the scores of the edges; weights are drawn in `propagate`, unless PyG passes the messages."""
         if self._is_stock:
-            # a call that failed between the two has left its own
+            # a call that failed between the two has left its state
             self._call = None
             return super().edge_updater(edge_index, size=size, **kwargs)  # type: ignore[misc]
         source, target = self._by_flow(kwargs["alpha"] if "alpha" in kwargs else kwargs["x"])
@@ -77,19 +77,19 @@ class _PairLayer(EdgeAttentionModule):
         return self._drop_weights(self._draw(self._scores(source, target, edge_attr)), self.dropout)
 
     def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
-        """Return Φ of the edges from what they see of source, target and themselves."""
+        """Return Φ of the edges from the features of source, target and edge."""
         raise NotImplementedError
 
     def _pair(self, call: Call, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> PairScores | None:
-        """Return what the scores are made of, where the kernels may take that instead of them."""
+        """Return the parts of the scores, where the kernels take them instead of the scores."""
         return None
 
     def _by_flow(self, pair: Any) -> Any:
-        """Turn what PyG has for its sides 0 and 1 into (source, target), and back."""
+        """Turn PyG's pair for sides 0 and 1 into (source, target), and back."""
         return pair if self.flow == "source_to_target" else (pair[1], pair[0])
 
     def _with_weights(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """Ask PyG's forward for its weights, and put the drawn ones where it has the scores."""
+        """Run PyG's forward with its weights, and put the drawn ones in place of the scores."""
         self._wants_weights = True
         try:
             result = forward(*args, return_attention_weights=True)
@@ -114,8 +114,8 @@ class BayesianGATConv(_PairLayer, GATConv):
         bias: Learn an additive bias.
         residual: Add a learned skip connection.
         config: Which posterior and prior.
-        weights: Instead of a config, what takes the place of softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
+        prior_scope: `graph` or `neighborhood`; see the top of this file, as for the next two.
         value_dropout: Dropout of the averaged features.
         backend: Of `functional.edge_attention`.
         **kwargs: Of PyG's `MessagePassing`.
@@ -163,7 +163,7 @@ class BayesianGATConv(_PairLayer, GATConv):
         return super().forward(x, edge_index, edge_attr, size)
 
     def _takes_features(self, x: Any, edge_index: Any) -> bool:
-        """Whether `_forward_from_features` may run, for kernels or sparse features: one set of nodes, and nobody watches."""
+        """Whether `_forward_from_features` may run, for kernels or sparse features: one set of nodes, and no hooks."""
         if self._is_stock or not isinstance(x, Tensor) or type(edge_index) is not Tensor or self.lin is None:
             return False
         is_usual = x.dim() == 2 and self.negative_slope >= 0.0
@@ -206,7 +206,7 @@ class BayesianGATConv(_PairLayer, GATConv):
         return None if has_features else PairScores(source, target, self.negative_slope)
 
     def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
-        # both are gathers of this call alone: to write over them saves a third of the arrays per edge
+        # both are gathers of this call alone: overwriting them saves a third of the arrays per edge
         scores = source if target is None else source.add_(target)
         if edge_attr is not None and self.lin_edge is not None:
             features = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
@@ -231,11 +231,17 @@ class BayesianGATv2Conv(_PairLayer, GATv2Conv):
         share_weights: One projection for sources and targets.
         residual: Add a learned skip connection.
         config: Which posterior and prior.
-        weights: Instead of a config, what takes the place of softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: `graph` or `neighbourhood`; see the top of this file, as for the next two.
+        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
+        prior_scope: `graph` or `neighborhood`; see the top of this file, as for the next two.
         value_dropout: Dropout of the averaged features.
         backend: Of `functional.edge_attention`.
         **kwargs: Of PyG's `MessagePassing`.
+
+    Example:
+        >>> import torch
+        >>> layer = BayesianGATv2Conv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([3, 8])
     """
 
     def __init__(

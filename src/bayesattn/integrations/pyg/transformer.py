@@ -26,11 +26,17 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         bias: Learn an additive bias.
         root_weight: Add a learned skip connection.
         config: Which posterior and prior.
-        weights: Instead of a config, what takes the place of softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: `graph` or `neighbourhood`; see the top of `layers.py`, as for the next two.
+        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
+        prior_scope: `graph` or `neighborhood`; see the top of `layers.py`, as for the next two.
         value_dropout: Dropout of the averaged features.
         backend: Of `functional.edge_attention`.
         **kwargs: Of PyG's `MessagePassing`.
+
+    Example:
+        >>> import torch
+        >>> layer = BayesianTransformerConv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([3, 8])
     """
 
     def __init__(

@@ -7,8 +7,12 @@ noise and log-sum-exps are in units of log 2.
 import triton
 import triton.language as tl
 
+from bayesattn.ops.attention.band_sums import add_near_queries
 from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
-from bayesattn.ops.common.tiles import allowed_entries, load_rows, load_tile, saturated
+from bayesattn.ops.common.tiles import allowed_entries, block_and_head, load_rows, load_tile, saturated
+
+# COLUMNS: 0, or how Σ_i q_i over the queries of each key comes: as a row for each, or as one for each block and the rest
+ROW_FOR_EACH, SUMS_OF_BLOCKS = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -17,10 +21,11 @@ def prepare_kernel(
     BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward; with ONE_PASS also what dQ starts from."""
-    rm, rv, bh = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BDV), tl.program_id(1)
-    row = bh.to(tl.int64) * M + rm
+    block, bh, _blocks = block_and_head(M, BM)  # type: ignore[misc]
+    rm, rv = block * BM + tl.arange(0, BM), tl.arange(0, BDV)
+    row, head, wide_b = bh.to(tl.int64) * M + rm, bh % H, (bh // H).to(tl.int64)
     inside = (rm < M)[:, None] & (rv < DV)[None, :]
-    out = tl.load(OUT + row[:, None] * DV + rv[None, :], mask=inside, other=0.0).to(tl.float32)
+    out = tl.load(OUT + ((wide_b * M + rm) * H + head)[:, None] * DV + rv[None, :], mask=inside, other=0.0).to(tl.float32)
     base = GRAD + (bh // H).to(tl.int64) * stride_gb + (bh % H).to(tl.int64) * stride_gh
     grad = tl.load(base + rm[:, None] * stride_gm + rv[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(DELTA + row, tl.sum(out * grad, 1), mask=rm < M)
@@ -36,10 +41,10 @@ def prepare_kernel(
 @triton.jit
 def _grad_tile(
     q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
-    mask, mu, seed, head, batch, scale, strength, dropped, kept, M, N, stride_mm, stride_mn,
+    mask, mu, seed, head, batch, scale, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
     BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, MOMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the sampled weights of a tile, after dropout, and the gradient of its scores.
 
@@ -52,7 +57,7 @@ def _grad_tile(
     if MOMENTS:
         slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (scores * LN_2 - mu[None, :])
     if CHECK:
-        allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK)
+        allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK, window, WINDOW)
         scores = tl.where(allowed, scores, -float("inf"))
     noise = noise_tile(seed, rm, start_n, head, batch, strength, BM, BN, WEIBULL, FAST)
     weights = fast_exp2(scores - lse[:, None] + noise, FAST)
@@ -79,13 +84,13 @@ def grad_query_kernel(
     Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, START_Q, GRAD_Q,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
-    H, GROUP, M, N, D, DV, seed_stride, scale, strength, dropped, kept,
+    H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
-    CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, over all key blocks."""
-    block, bh = tl.program_id(0), tl.program_id(1)
+    block, bh, _blocks = block_and_head(M, BM)  # type: ignore[misc]
     head, batch = bh % H, bh // H
     wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
     rm, rd, rv = block * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
@@ -110,18 +115,20 @@ def grad_query_kernel(
         rows = tl.where(stride_sum == 0, 1, M)
         acc = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, EVEN_D)
     end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
-    for start in range(0, end, BN):
+    begin = tl.maximum(block * BM - window + 1, 0) // BN * BN if WINDOW else 0
+    for start in range(begin, end, BN):
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
         mu = load_rows(mu_base, rn, rn < N, 0.0, MOMENTS)
-        _, grad_scores, _ = _grad_tile(
+        _weights, grad_scores, _chosen = _grad_tile(
             q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_first, grad_second, mask, mu,
-            seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn,
-            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
+            seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
+            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
         )  # fmt: skip
         acc = tl.dot(saturated(grad_scores, k.dtype), k, acc, input_precision=PRECISION)
-    pointers = GRAD_Q + row[:, None] * D + rd[None, :]
+    first_row = (wide_b * M + block * BM) * H + head
+    pointers = GRAD_Q + first_row * D + (tl.arange(0, BM) * (H * D))[:, None] + rd[None, :]
     tl.store(pointers, saturated(acc * scale, GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
 
 
@@ -131,16 +138,17 @@ def grad_key_kernel(
     GRAD_COLUMNS, QUERY_SUMS, GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
-    H, GROUP, M, N, D, DV, seed_stride, scale, strength, dropped, kept,
+    H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr,
-    CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ONE_PASS: tl.constexpr,
+    COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (and dμ) of one block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
 
     ONE_PASS draws the noise once instead of twice, but has to add dQ atomically.
     """
-    block, program = tl.program_id(0), tl.program_id(1)
+    block, program, _blocks = block_and_head(N, BN)  # type: ignore[misc]
     key_heads = H // GROUP
     batch, key_head = program // key_heads, program % key_heads
     wide_b, wide_kh = batch.to(tl.int64), key_head.to(tl.int64)
@@ -151,6 +159,7 @@ def grad_key_kernel(
     noise_batch = tl.where(seed_stride == 0, batch, 0)
     acc_k, acc_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
     begin = (block * BN) // BM * BM if CAUSAL else 0
+    end = tl.minimum(M, (block + 1) * BN - 1 + window) if WINDOW else M
     for member in range(0, GROUP):
         head = key_head * GROUP + member
         wide_h = head.to(tl.int64)
@@ -158,7 +167,7 @@ def grad_key_kernel(
         mask = MASK + wide_b * stride_mb + wide_h * stride_mh
         mu = load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
         acc_mu = tl.zeros([BN], tl.float32)
-        for start in range(begin, M, BM):
+        for start in range(begin, end, BM):
             rm = start + tl.arange(0, BM)
             row, inside = first_row + rm, rm < M
             q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, not CHECK, EVEN_D)
@@ -172,7 +181,7 @@ def grad_key_kernel(
             weights, grad_scores, grad_mu = _grad_tile(
                 q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
                 mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn,
-                BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
+                window, BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
             )  # fmt: skip
             acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
             grad_scores = saturated(grad_scores, q.dtype)
@@ -189,23 +198,33 @@ def grad_key_kernel(
                 acc_mu += grad_mu
         if MOMENTS:
             tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
+    first_column = (wide_b * N + block * BN) * key_heads + key_head
+    column = tl.arange(0, BN) * key_heads
+    inside_n = (rn < N)[:, None]
+    tl.store(
+        GRAD_V + first_column * DV + (column * DV)[:, None] + rv[None, :],
+        saturated(acc_v, GRAD_V.dtype.element_ty),
+        mask=inside_n & (rv < DV)[None, :],
+    )
     if COLUMNS:
         # dT_j Σ_i q_i over the queries of each key
         for member in range(0, GROUP):
             head_row = wide_b * H + key_head * GROUP + member
-            sums = load_tile(
-                QUERY_SUMS + head_row * tl.where(stride_sum == 0, 1, N) * D, rn, stride_sum, rd, N, D, False, EVEN_D
-            )
+            if COLUMNS == SUMS_OF_BLOCKS:
+                queries = Q + wide_b * stride_qb + (key_head * GROUP + member).to(tl.int64) * stride_qh
+                whole = QUERY_SUMS + (head_row * stride_sum + block * BN // SUM_BLOCK) * D
+                sums = tl.zeros([BN, BD], tl.float32) + tl.load(whole + rd, mask=rd < D, other=0.0)[None, :]
+                if CAUSAL:
+                    sums = add_near_queries(
+                        sums, queries, block * BN, stride_qm, M, D, window, BN, BM, BD, WINDOW, SUM_BLOCK, PRECISION
+                    )
+            else:
+                sums = load_tile(
+                    QUERY_SUMS + head_row * tl.where(stride_sum == 0, 1, N) * D, rn, stride_sum, rd, N, D, False, EVEN_D
+                )
             acc_k += tl.load(GRAD_COLUMNS + head_row * N + rn, mask=rn < N, other=0.0)[:, None] * sums
-    column = program.to(tl.int64) * N + rn
-    inside_n = (rn < N)[:, None]
     tl.store(
-        GRAD_K + column[:, None] * D + rd[None, :],
+        GRAD_K + first_column * D + (column * D)[:, None] + rd[None, :],
         saturated(acc_k * scale, GRAD_K.dtype.element_ty),
         mask=inside_n & (rd < D)[None, :],
-    )
-    tl.store(
-        GRAD_V + column[:, None] * DV + rv[None, :],
-        saturated(acc_v, GRAD_V.dtype.element_ty),
-        mask=inside_n & (rv < DV)[None, :],
     )

@@ -89,7 +89,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _closed(allowed: Allowed, device: torch.device) -> tuple[Bool[Tensor, "bh #m n"] | None, Bool[Tensor, "bh #m 1"] | None]:
-    """Return the entries that do not exist, and the rows without any that does; None where there are none."""
+    """Return the entries that do not exist, and the rows in which none exists; None where there are none."""
     b, h, _, n = allowed.shape
     mask = allowed.dense(device)
     if mask is None:
@@ -104,7 +104,7 @@ def _blocks(
 ) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
     """Yield (heads and rows, clean scores, sampled weights) of every block, the same in forward and backward.
 
-    Entries that do not exist have the score −inf, which noise leaves alone, and so the weight 0.
+    Entries that do not exist have the score −inf, which noise does not change, and so the weight 0.
     """
     (heads, m, _), n = query.shape, key.shape[1]
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +119,7 @@ def _blocks(
             shape = (1, scores.shape[0], scores.shape[1], n)
             log_noise = noise.log_noise(None, shape, config, dtype=scores.dtype, generator=generator)[0]
             weights = torch.softmax(log_noise.add_(scores), dim=-1)
-            # the softmax of a row without keys is NaN; it is overwritten, and nothing differentiates through it
+            # the softmax of a row without keys is NaN; it is overwritten and has no gradient
             yield at, scores, weights if dead is None else weights.masked_fill_(_part(dead, at), 0.0)
 
 

@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 
 from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
-from bayesattn.ops.common.tiles import allowed_entries, load_tile
+from bayesattn.ops.common.tiles import allowed_entries, block_and_head, load_tile
 
 
 @triton.jit
 def _forward_range(
     acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, high, head, batch, scale, strength,
-    dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+    dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
-    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the key blocks of [low, high) into the running output and sums of one block of queries."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
@@ -28,7 +28,7 @@ def _forward_range(
         if MOMENTS:
             deviation = products * (scale * LN_2) - tl.load(mu + rn, mask=rn < N, other=0.0)[None, :]
         if CHECK:
-            allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK)
+            allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK, window, WINDOW)
             products = tl.where(allowed, products, -float("inf"))
             if MOMENTS:
                 deviation = tl.where(allowed, deviation, 0.0)
@@ -36,12 +36,12 @@ def _forward_range(
         new_top = tl.maximum(top, tl.max(products, 1) * scale)
         pivot = tl.where(new_top == -float("inf"), 0.0, new_top) if CHECK else new_top
         shrink = fast_exp2(top - pivot, FAST)
-        centred = products * scale - pivot[:, None]
+        centered = products * scale - pivot[:, None]
         noise = noise_tile(seed, rm, start, head, batch, strength, BM, BN, WEIBULL, FAST)
-        weights = fast_exp2(centred + noise, FAST)
+        weights = fast_exp2(centered + noise, FAST)
         total = total * shrink + tl.sum(weights, 1)
         if CLEAN:
-            clean = clean * shrink + tl.sum(fast_exp2(centred, FAST), 1)
+            clean = clean * shrink + tl.sum(fast_exp2(centered, FAST), 1)
         if MOMENTS:
             first += tl.sum(deviation, 1)
             second += tl.sum(deviation * deviation, 1)
@@ -56,21 +56,27 @@ def _forward_range(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, MASK, MU, SEED, OUT, LSE, CLEAN_LSE, FIRST, SECOND,
+    Q, K, V, MASK, MU, SEED, OUT, LSE, CLEAN_LSE, FIRST, SECOND, QUERY_SUMS, ROW_SUMS,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh,
-    H, GROUP, M, N, D, DV, seed_stride, scale, strength, dropped, kept,
+    H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
-    MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    MOMENTS: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries."""
-    block, bh = tl.program_id(0), tl.program_id(1)
+    """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries.
+
+    With SUMS also the sum of its queries, of its clean log-sum-exps, and the number of its rows that have a key.
+    """
+    block, bh, blocks = block_and_head(M, BM)  # type: ignore[misc]
     head, batch = bh % H, bh // H
     rm = block * BM + tl.arange(0, BM)
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
     wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
     q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, False, EVEN_D)
+    place = bh.to(tl.int64) * blocks + block
+    if SUMS:
+        tl.store(QUERY_SUMS + place * D + rd, tl.sum(q.to(tl.float32), 0), mask=rd < D)
     k_base = K + wide_b * stride_kb + (wide_h // GROUP) * stride_kh
     v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
     mask = MASK + wide_b * stride_mb + wide_h * stride_mh
@@ -91,27 +97,46 @@ def forward_kernel(
         easy = N
     else:
         easy = N // BN * BN
+    begin = 0
+    if WINDOW:
+        # from the first key of the block's first row; up to the first key that its last row has, too, tiles are checked
+        begin = tl.minimum(tl.maximum(block * BM - window + 1, 0) // BN * BN, end)
+        easy = tl.maximum(easy, begin)
+        in_all = tl.cdiv(tl.maximum((block + 1) * BM - window, 0), BN) * BN
+        in_all = tl.minimum(tl.maximum(in_all, begin), easy)
+        acc, top, total, clean, first, second = _forward_range(
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, begin, in_all, head, noise_batch,
+            scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, WINDOW, EVEN_D, FAST, PRECISION,
+        )  # fmt: skip
+        begin = in_all
     acc, top, total, clean, first, second = _forward_range(
-        acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, 0, easy, head, noise_batch,
-        scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
-        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, False, EVEN_D, FAST, PRECISION,
+        acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, begin, easy, head, noise_batch,
+        scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
+        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, False, WINDOW, EVEN_D, FAST, PRECISION,
     )  # fmt: skip
     if HAS_MASK or CAUSAL or not EVEN_N:
         acc, top, total, clean, first, second = _forward_range(
             acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, end, head, noise_batch,
-            scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
-            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, EVEN_D, FAST, PRECISION,
+            scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, WINDOW, EVEN_D, FAST, PRECISION,
         )  # fmt: skip
     has_key = top > -float("inf")
     out = acc / tl.where(has_key, total, 1.0)[:, None]
     row = bh.to(tl.int64) * M + rm
     inside = rm < M
-    tl.store(OUT + row[:, None] * DV + rv[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & (rv < DV)[None, :])
+    # queries before heads, as models want it
+    first_row = (wide_b * M + block * BM) * H + head
+    pointers = OUT + first_row * DV + (tl.arange(0, BM) * (H * DV))[:, None] + rv[None, :]
+    tl.store(pointers, out.to(OUT.dtype.element_ty), mask=inside[:, None] & (rv < DV)[None, :])
     # +inf makes every weight of a row without keys 0 in the backward pass
     tl.store(LSE + row, tl.where(has_key, top + tl.log2(tl.where(has_key, total, 1.0)), float("inf")), mask=inside)
     if CLEAN:
-        lse = (top + tl.log2(tl.where(has_key, clean, 1.0))) * LN_2
-        tl.store(CLEAN_LSE + row, tl.where(has_key, lse, 0.0), mask=inside)
+        lse = tl.where(has_key, (top + tl.log2(tl.where(has_key, clean, 1.0))) * LN_2, 0.0)
+        tl.store(CLEAN_LSE + row, lse, mask=inside)
+        if SUMS:
+            tl.store(ROW_SUMS + 2 * place, tl.sum(tl.where(inside, lse, 0.0), 0))
+            tl.store(ROW_SUMS + 2 * place + 1, tl.sum(tl.where(inside & has_key, 1.0, 0.0), 0))
     if MOMENTS:
         tl.store(FIRST + row, first, mask=inside)
         tl.store(SECOND + row, second, mask=inside)
@@ -123,7 +148,8 @@ def columns_kernel(
     BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """T_j = scale · k_j · Σ_i q_i, the column sums of the scores without the scores."""
-    rn, rd, bh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.program_id(1)
+    block, bh, _blocks = block_and_head(N, BN)  # type: ignore[misc]
+    rn, rd = block * BN + tl.arange(0, BN), tl.arange(0, BD)
     batch, key_head = (bh // H).to(tl.int64), ((bh % H) // GROUP).to(tl.int64)
     k = load_tile(K + batch * stride_kb + key_head * stride_kh, rn, stride_kn, rd, N, D, False, False).to(tl.float32)
     rows = tl.where(stride_sum == 0, 1, N)

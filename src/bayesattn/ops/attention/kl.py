@@ -6,7 +6,7 @@ Summed over the entries (i, j) that exist, the per-entry divergences of `diverge
     Lognormal  Σ_ij ((Φ_ij − σ_q²/2 − μ_j)/σ_p)²/2  +  constant
 
 With raw scores R_i = β exp(LSE_i); with Φ = log-softmax R_i = β and T_j loses the LSEs of its rows. So the Weibull KL
-needs one number per row and one per key, and any backend that returns the LSE can have it.
+needs one number per row and one per key, which any backend that returns the LSE can compute.
 """
 
 import math
@@ -21,7 +21,7 @@ from bayesattn.ops.attention.masking import Allowed, masked_logsumexp
 
 Mask = Bool[Tensor, "#b #h #m n"] | None
 
-# beyond this, R_i = β Σ_j exp(Φ_ij) goes on linearly in its logarithm instead of exponentially
+# beyond this, R_i = β Σ_j exp(Φ_ij) continues linearly in its logarithm instead of exponentially
 LOG_ROW_CAP = 10.0
 
 
@@ -34,7 +34,7 @@ def kl_from_scores(
     """Return KL(q(S) ‖ p(S)) of each example, reduced as `config.kl_reduction` says, masked entries excluded.
 
     Args:
-        scores: Φ before any normalisation.
+        scores: Φ before any normalization.
         log_prior: ln Ψ of the contextual prior; None for a fixed one.
         mask: Which entries exist.
         config: Family, prior and conventions.
@@ -64,7 +64,7 @@ def weibull_kl(
 ) -> Float[Tensor, " b"]:
     """Return the Weibull KL of each example from the raw scores' sum over each key's queries and LSE of each row.
 
-    The sums of keys that nobody may attend to are ignored.
+    The sums of keys that no query may attend to are ignored.
     """
     column_sums = _zero_unless(allowed.has_query(lse.device), column_sums)
     log_a = log_alpha(log_prior, allowed, config, column_sums)
@@ -81,7 +81,7 @@ def weibull_kl(
 def log_alpha(
     log_prior: Float[Tensor, "#b #h 1 n"] | None, allowed: Allowed, config: AttentionConfig, like: Tensor
 ) -> Float[Tensor, "#b #h 1 n"]:
-    """Return ln α of each key's Gamma prior, in dtype and place of `like`; 0 for contextual keys nobody may attend to."""
+    """Return ln α of each key's Gamma prior, in dtype and on the device of `like`; 0 for contextual keys without a query."""
     shift = log_alpha_shift(
         log_prior is not None, config.alpha_form, gamma_alpha=config.gamma_alpha, gamma_beta=config.gamma_beta
     )
@@ -126,12 +126,12 @@ def capped_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 
 def _zero_unless(used: Tensor | None, x: Tensor) -> Tensor:
-    # a key nobody may attend to has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
+    # a key that no query may attend to has ln Ψ = −inf; it is not counted, but 0 · inf would be NaN
     return x if used is None else torch.where(used, x, 0.0)
 
 
 def _sum_rows(rows: Tensor, allowed: Allowed) -> Tensor:
-    has_key = allowed.has_key()
+    has_key = allowed.has_key(rows.device)
     if has_key is not None:
         rows = rows.masked_fill(~has_key, 0.0)
     elif allowed.shape[-1] == 0:

@@ -1,21 +1,30 @@
-"""Triton kernels of the Weibull KL and of its gradients, for calls in which all queries share their keys.
+"""Triton kernels of the Weibull KL and of its gradients, for masks of keys, the causal triangle, and windows.
 
-The formulas are those of `kl.py`: with T_j = scale · k_j · Σ_i q_i, one number c_j per key and m queries,
+The formulas are those of `kl.py`. With T_j = scale · k_j · Σ_i q_i and L_j = Σ_i LSE_i over the m_j queries of key j,
 
-    KL = Σ_j (m c_j − α_j T_j) + Σ_i R_i            R_i = β exp(LSE_i)  or  β + LSE_i A,   A = Σ_j α_j
+    KL = Σ_j (m_j c_j − α_j P_j) + Σ_i R_i        P_j = T_j,        R_i = β exp(LSE_i)        of raw scores
+                                                  P_j = T_j − L_j,  R_i = β                   of their log-softmax
 
-As a chain of torch operations this takes some sixty launches, which cost more than the attention itself when sequences
-are short. Here it is one kernel forward, and the backward pass gets it with what it prepares anyway.
+over keys that some query has and rows that have a key. Sums over the queries of a key and the keys of a query come from
+`band_sums.py`. As a chain of torch operations this takes some sixty launches, which cost more than the attention itself
+when sequences are short. Here it is one kernel forward, and the backward pass gets it with what it prepares anyway.
 """
 
 import triton
 import triton.language as tl
 
-from bayesattn.ops.common.tiles import load_tile
+from bayesattn.ops.attention.band_sums import (
+    add_near_queries,
+    add_near_rows,
+    add_numbers,
+    add_rows,
+    product_with_ones,
+    whole_key_blocks,
+    whole_query_blocks,
+)
+from bayesattn.ops.common.tiles import block_and_head, in_band, load_tile
 
 HALF_LOG_TWO_PI = tl.constexpr(0.9189385332046727)
-# what the forward kernel keeps per head: A, Σ_i LSE_i, and the factor by which the KL is divided
-NUM_STATS = tl.constexpr(3)
 
 
 @triton.jit
@@ -66,119 +75,158 @@ def row_mass_slope(lse, log_beta, log_cap):
 
 
 @triton.jit
-def _load_keys(PRIOR, VALID, r, N, log_alpha_shift, HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr):
-    """Return ln α of a block of keys and which of them count; the others get a finite ln α, never −inf."""
-    used = r < N
+def _queries_of(r, M, N, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Return how many queries the keys of a block have, valid or not; 0 outside."""
+    many = tl.zeros_like(r) + M
+    if CAUSAL:
+        many = tl.maximum(tl.minimum(M, r + window) - r, 0) if WINDOW else tl.maximum(M - r, 0)
+    return tl.where(r < N, many, 0)
+
+
+@triton.jit
+def _load_keys(
+    PRIOR, VALID, r, M, N, window, log_alpha_shift, HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return ln α, α and the number of queries of a block of keys; for those that count nowhere 0, 0, and never −inf."""
+    queries = _queries_of(r, M, N, window, CAUSAL, WINDOW)
     if HAS_VALID:
-        used = used & (tl.load(VALID + r, mask=used, other=0) != 0)
+        queries = tl.where(tl.load(VALID + r, mask=r < N, other=0) != 0, queries, 0)
+    used = queries > 0
     log_alpha = tl.zeros_like(r).to(tl.float32) + log_alpha_shift
     if HAS_PRIOR:
         log_alpha += tl.load(PRIOR + r, mask=used, other=0.0)
-    return log_alpha, used
+    return log_alpha, tl.where(used, tl.exp(log_alpha), 0.0), queries.to(tl.float32)
 
 
 @triton.jit
 def weibull_kl_kernel(
-    Q, K, LSE, PRIOR, VALID, KL, STATS, COLUMNS, QUERY_SUMS, KEY_SUMS,
+    Q, K, LSE, NOISY_LSE, PRIOR, VALID, QUERY_SUMS, ROW_SUMS, KL, WEIGHT, PRODUCTS, OTHER_QUERIES, KEY_SUMS, ALPHA_SUMS,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_pb, stride_ph, stride_vb,
-    H, GROUP, M, N, D, scale, log_alpha_shift, slope, constant, beta, log_beta, log_cap, cap,
-    HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
-    BD: tl.constexpr, STAGES: tl.constexpr,
+    H, GROUP, M, N, D, window, entries, scale, log_alpha_shift, slope, constant, beta, log_beta, log_cap, cap,
+    HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PER: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """KL of one head of one example, divided as asked (PER 0: not, 1: by rows, 2: by entries), and what backward needs."""
-    bh = tl.program_id(0)
+    """Share of a block of keys and rows in the KL of one head, divided as asked (PER 0: not, 1: by rows, 2: by entries).
+
+    For the backward pass it keeps P_j, the sum over whole blocks of queries, Σ α_j k_j and Σ α_j of its keys, and the
+    KL's weight, by which it was divided. `entries` is the number of entries where no key is masked.
+    """
+    block, bh, blocks = block_and_head(tl.maximum(M, N), BLOCK)  # type: ignore[misc]
     batch, head, row = (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64)
-    rd = tl.arange(0, BD)
-    queries, rows, lses = tl.zeros([BLOCK, BD], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, M, BLOCK, num_stages=STAGES):
-        r = start + tl.arange(0, BLOCK)
-        q = load_tile(Q + batch * stride_qb + head * stride_qh, r, stride_qm, rd, M, D, False, False)
-        queries += q.to(tl.float32)
-        lse = tl.load(LSE + row * M + r, mask=r < M, other=0.0)
-        lses += lse
-        if RAW:
-            rows += tl.where(r < M, row_mass(lse, log_beta, log_cap, cap), 0.0)
-    query_sum, total_lse = tl.sum(queries, 0), tl.sum(lses, 0)
-    entries, alphas, used_keys = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    keys = tl.zeros([BLOCK, BD], tl.float32)
-    for start in tl.range(0, N, BLOCK, num_stages=STAGES):
-        r = start + tl.arange(0, BLOCK)
-        log_alpha, used = _load_keys(  # type: ignore[misc]  (the type of a jitted call is not known)
-            PRIOR + batch * stride_pb + head * stride_ph, VALID + batch * stride_vb, r, N, log_alpha_shift,
-            HAS_PRIOR, HAS_VALID,
+    r, rd, place = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD), row * blocks + block
+    query_blocks = tl.cdiv(M, BLOCK)
+    sums_of_rows = ROW_SUMS + row * query_blocks * 2
+    low, high = whole_query_blocks(block, query_blocks, window, BLOCK, CAUSAL, WINDOW)
+    others = add_rows(QUERY_SUMS + row * query_blocks * D, low, high, rd, D, BD)
+    tl.store(OTHER_QUERIES + place * D + rd, others, mask=rd < D)
+    queries = tl.zeros([BLOCK, BD], tl.float32) + others[None, :]
+    if CAUSAL:
+        queries = add_near_queries(
+            queries, Q + batch * stride_qb + head * stride_qh, block * BLOCK, stride_qm, M, D, window, BLOCK, BLOCK, BD,
+            WINDOW, BLOCK, PRECISION,
         )  # fmt: skip
-        alpha = tl.where(used, tl.exp(log_alpha), 0.0)
-        k = load_tile(K + batch * stride_kb + (head // GROUP) * stride_kh, r, stride_kn, rd, N, D, False, False).to(
-            tl.float32
-        )
-        column = tl.sum(k * query_sum[None, :], 1) * scale
-        tl.store(COLUMNS + row * N + r, column, mask=r < N)
-        entries += tl.where(used, M * key_term(alpha, log_alpha, slope, constant) - alpha * column, 0.0)
-        alphas += alpha
-        used_keys += tl.where(used, 1.0, 0.0)
-        keys += alpha[:, None] * k
-    total_alpha, num_keys = tl.sum(alphas, 0), tl.sum(used_keys, 0)
-    mass_of_rows = tl.sum(rows, 0) if RAW else M * beta + total_lse * total_alpha
-    # no key, no row: nothing counts, and the divisor is 1
-    weight = tl.where(num_keys > 0.0, 1.0, 0.0)
-    if PER == 1:
-        weight = weight / (H * M)
-    if PER == 2:
-        weight = weight / tl.maximum(num_keys * (H * M), 1.0)
-    tl.store(KL + bh, (tl.sum(entries, 0) + mass_of_rows) * weight)
-    tl.store(STATS + NUM_STATS * bh, total_alpha)
-    tl.store(STATS + NUM_STATS * bh + 1, total_lse)
-    tl.store(STATS + NUM_STATS * bh + 2, weight)
-    tl.store(QUERY_SUMS + row * D + rd, query_sum, mask=rd < D)
-    tl.store(KEY_SUMS + row * D + rd, tl.sum(keys, 0), mask=rd < D)
+    k = load_tile(K + batch * stride_kb + (head // GROUP) * stride_kh, r, stride_kn, rd, N, D, False, False).to(tl.float32)
+    products = tl.sum(k * queries, 1) * scale
+    if not RAW:
+        lses = tl.zeros([BLOCK], tl.float32) + add_numbers(sums_of_rows, low, high, 2)
+        if CAUSAL:
+            lses = add_near_rows(lses, LSE + row * M, block * BLOCK, M, window, WINDOW, BLOCK)
+        products -= lses
+    tl.store(PRODUCTS + row * N + r, products, mask=r < N)
+    valid = VALID + batch * stride_vb
+    log_alpha, alpha, count = _load_keys(  # type: ignore[misc]  (the type of a jitted call is not known)
+        PRIOR + batch * stride_pb + head * stride_ph, valid, r, M, N, window, log_alpha_shift, HAS_PRIOR, HAS_VALID, CAUSAL,
+        WINDOW,
+    )  # fmt: skip
+    tl.store(ALPHA_SUMS + place, tl.sum(alpha, 0))
+    tl.store(KEY_SUMS + place * D + rd, tl.sum(alpha[:, None] * k, 0), mask=rd < D)
+    of_keys = tl.where(count > 0.0, count * key_term(alpha, log_alpha, slope, constant) - alpha * products, 0.0)
+    if RAW:
+        has_key = tl.load(NOISY_LSE + row * M + r, mask=r < M, other=float("inf")) < float("inf")
+        lse = tl.load(LSE + row * M + r, mask=has_key, other=0.0)
+        of_rows = tl.sum(tl.where(has_key, row_mass(lse, log_beta, log_cap, cap), 0.0), 0)
+    else:
+        of_rows = beta * tl.load(sums_of_rows + 2 * block + 1, mask=block < query_blocks, other=0.0)
+    if PER == 0:
+        divisor = 1.0
+    elif PER == 1:
+        divisor = H * add_numbers(sums_of_rows + 1, 0, query_blocks, 2)
+    else:
+        divisor = H * entries
+        if HAS_VALID:
+            total = tl.zeros([1024], tl.float32)
+            for start in range(0, N, 1024):
+                keys = start + tl.arange(0, 1024)
+                is_valid = tl.load(valid + keys, mask=keys < N, other=0) != 0
+                total += tl.where(is_valid, _queries_of(keys, M, N, window, CAUSAL, WINDOW), 0).to(tl.float32)
+            divisor = H * tl.sum(total, 0)
+    weight = 1.0 / tl.maximum(divisor, 1.0)
+    tl.store(WEIGHT + bh, weight, mask=block == 0)
+    tl.store(KL + place, (tl.sum(of_keys, 0) + of_rows) * weight)
 
 
 @triton.jit
 def weibull_prepare_kernel(
-    OUT, GRAD, GRAD_KL, COLUMNS, LSE, PRIOR, VALID, STATS, KEY_SUMS, DELTA, START_Q,
+    K, OUT, GRAD, GRAD_KL, PRODUCTS, LSE, PRIOR, VALID, WEIGHT, KEY_SUMS, ALPHA_SUMS, DELTA, START_Q,
     GRAD_Q, GRAD_COLUMNS, GRAD_LSE, GRAD_PRIOR,
-    stride_gb, stride_gh, stride_gm, stride_kl, stride_pb, stride_ph, stride_vb,
-    H, M, N, D, DV, scale, log_alpha_shift, slope, log_beta, log_cap,
-    HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, ONE_PASS: tl.constexpr, BLOCK: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr,
+    stride_kb, stride_kh, stride_kn, stride_gb, stride_gh, stride_gm, stride_kl, stride_pb, stride_ph, stride_vb,
+    H, GROUP, M, N, D, DV, window, scale, log_alpha_shift, slope, log_beta, log_cap,
+    HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    ONE_PASS: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """What the backward kernels start from: δ_i = O_i · dO_i, the start of dQ, and the gradients of the KL.
 
-        dT_j = −α_j        dLSE_i = R_i'        d ln α_j = α_j (m (slope + ψ(1 + α_j)) − T_j + Σ_i LSE_i) − m
+        dT_j = −α_j        dLSE_i = R_i'  or  Σ_j α_j        d ln α_j = α_j (m_j (slope + ψ(1 + α_j)) − P_j) − m_j
 
-    The sum over LSE is there only where R_i has it. dQ_i starts from scale Σ_j dT_j k_j, the same for all queries.
+    dQ_i starts from scale Σ_j dT_j k_j over the keys of query i, a row for each, or one for all where they share it.
     """
-    block, bh = tl.program_id(0), tl.program_id(1)
+    block, bh, blocks = block_and_head(tl.maximum(M, N), BLOCK)  # type: ignore[misc]
     batch, head, row = (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64)
-    total_alpha, total_lse = tl.load(STATS + NUM_STATS * bh), tl.load(STATS + NUM_STATS * bh + 1)
-    pull = tl.load(GRAD_KL + batch * stride_kl).to(tl.float32) * tl.load(STATS + NUM_STATS * bh + 2)
+    pull = tl.load(GRAD_KL + batch * stride_kl).to(tl.float32) * tl.load(WEIGHT + bh)
     r, rd, rv = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD), tl.arange(0, BDV)
     inside = (r < M)[:, None] & (rv < DV)[None, :]
-    out = tl.load(OUT + (row * M + r)[:, None] * DV + rv[None, :], mask=inside, other=0.0).to(tl.float32)
+    outs = OUT + ((batch * M + r) * H + head)[:, None] * DV + rv[None, :]
+    out = tl.load(outs, mask=inside, other=0.0).to(tl.float32)
     grads = GRAD + batch * stride_gb + head * stride_gh
     grad = tl.load(grads + r[:, None] * stride_gm + rv[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(DELTA + row * M + r, tl.sum(out * grad, 1), mask=r < M)
-    if RAW:
-        slope_of_row = row_mass_slope(tl.load(LSE + row * M + r, mask=r < M, other=0.0), log_beta, log_cap)
-    else:
-        slope_of_row = tl.zeros([BLOCK], tl.float32) + total_alpha
-    tl.store(GRAD_LSE + row * M + r, slope_of_row * pull, mask=r < M)
-    start = tl.load(KEY_SUMS + row * D + rd, mask=rd < D, other=0.0) * -pull
-    if ONE_PASS:
-        pointers = GRAD_Q + (row * M + r)[:, None] * D + rd[None, :]
-        tl.store(
-            pointers, tl.zeros([BLOCK, BD], tl.float32) + start[None, :] * scale, mask=(r < M)[:, None] & (rd < D)[None, :]
-        )
-    else:
-        tl.store(START_Q + row * D + rd, start, mask=(rd < D) & (block == 0))
-    log_alpha, used = _load_keys(  # type: ignore[misc]  (the type of a jitted call is not known)
-        PRIOR + batch * stride_pb + head * stride_ph, VALID + batch * stride_vb, r, N, log_alpha_shift, HAS_PRIOR, HAS_VALID
+    prior, valid = PRIOR + batch * stride_pb + head * stride_ph, VALID + batch * stride_vb
+    _keys, alpha, count = _load_keys(  # type: ignore[misc]  (the type of a jitted call is not known)
+        prior, valid, r, M, N, window, log_alpha_shift, HAS_PRIOR, HAS_VALID, CAUSAL, WINDOW
     )
-    alpha = tl.where(used, tl.exp(log_alpha), 0.0)
     tl.store(GRAD_COLUMNS + row * N + r, -alpha * pull, mask=r < N)
     if HAS_PRIOR:
-        products = -tl.load(COLUMNS + row * N + r, mask=used, other=0.0)
-        if not RAW:
-            products += total_lse
-        grad_prior = M * key_term_slope(alpha, slope) + alpha * products
-        tl.store(GRAD_PRIOR + row * N + r, tl.where(used, grad_prior * pull, 0.0), mask=r < N)
+        products = tl.load(PRODUCTS + row * N + r, mask=r < N, other=0.0)
+        grad_prior = tl.where(count > 0.0, count * key_term_slope(alpha, slope) - alpha * products, 0.0)
+        tl.store(GRAD_PRIOR + row * N + r, grad_prior * pull, mask=r < N)
+    low, high = whole_key_blocks(block, tl.cdiv(N, BLOCK), window, BLOCK, CAUSAL, WINDOW)
+    whole = add_rows(KEY_SUMS + row * blocks * D, low, high, rd, D, BD)
+    alphas = tl.zeros([BLOCK], tl.float32) + add_numbers(ALPHA_SUMS + row * blocks, low, high, 1)
+    start = tl.zeros([BLOCK, BD], tl.float32) + whole[None, :]
+    if CAUSAL:
+        keys = K + batch * stride_kb + (head // GROUP) * stride_kh
+        k = load_tile(keys, r, stride_kn, rd, N, D, False, False).to(tl.float32)
+        band = in_band(r, r, window, WINDOW)
+        alphas += tl.sum(tl.where(band, alpha[None, :], 0.0), 1)
+        start = product_with_ones(band, alpha[:, None] * k, start, WIDEN)
+        if WINDOW:
+            for near in range(tl.maximum(block * BLOCK - window + 1, 0) // BLOCK, tl.minimum(block, low)):
+                rn = near * BLOCK + tl.arange(0, BLOCK)
+                _near_keys, near_alpha, _near_count = _load_keys(  # type: ignore[misc]
+                    prior, valid, rn, M, N, window, log_alpha_shift, HAS_PRIOR, HAS_VALID, CAUSAL, WINDOW
+                )
+                k = load_tile(keys, rn, stride_kn, rd, N, D, False, False).to(tl.float32)
+                band = in_band(r, rn, window, WINDOW)
+                alphas += tl.sum(tl.where(band, near_alpha[None, :], 0.0), 1)
+                start = product_with_ones(band, near_alpha[:, None] * k, start, WIDEN)
+    if RAW:
+        alphas = row_mass_slope(tl.load(LSE + row * M + r, mask=r < M, other=0.0), log_beta, log_cap)
+    tl.store(GRAD_LSE + row * M + r, alphas * pull, mask=r < M)
+    in_rows = (r < M)[:, None] & (rd < D)[None, :]
+    if ONE_PASS:
+        tl.store(GRAD_Q + (row * M + r)[:, None] * D + rd[None, :], start * (-pull * scale), mask=in_rows)
+    elif CAUSAL:
+        tl.store(START_Q + (row * M + r)[:, None] * D + rd[None, :], start * -pull, mask=in_rows)
+    else:
+        tl.store(START_Q + row * D + rd, whole * -pull, mask=(rd < D) & (block == 0))

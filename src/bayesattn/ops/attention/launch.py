@@ -1,4 +1,4 @@
-"""How the kernels are launched: tile sizes, switches and strides, put together once for every layout of the inputs."""
+"""How the kernels are launched: tile sizes, switches and strides, computed once per layout of the inputs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.common.launch import Launch, prepared
 from bayesattn.ops.common.tiles import FULL_MASK, KEY_MASK
+from bayesattn.precision import saturate
 
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
 BLOCKS = {
@@ -24,8 +25,9 @@ BLOCKS = {
 
 
 # the switches of Weibull attention with a KL and nothing else
-PLAIN_FORWARD = {"WEIBULL": True, "CLEAN": True, "MOMENTS": False, "CAUSAL": False, "DROPOUT": False}
-# the lengths of a data set
+PLAIN_FORWARD = {"WEIBULL": True, "CLEAN": True, "MOMENTS": False, "SUMS": True}
+PLAIN_FORWARD |= {"CAUSAL": False, "WINDOW": False, "DROPOUT": False}
+# enough for the lengths of a data set
 MOST_LAUNCHES = 4096
 
 
@@ -39,12 +41,12 @@ def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def one_pass(head_dim: int) -> bool:
-    """Whether the backward pass adds dQ atomically: it draws the noise once, but pays for the atomics."""
+    """Whether the backward pass adds dQ atomically: it draws the noise once, at the cost of the atomics."""
     return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
 
 
 class Layout(NamedTuple):
-    """What of a tensor decides how kernels read it."""
+    """The properties of a tensor that decide how kernels read it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,6 +56,23 @@ class Layout(NamedTuple):
 def layout(x: Tensor | None) -> Any:
     """Return the layout of a tensor, None for None (typed loosely: which of the two it is, the caller knows)."""
     return None if x is None else Layout(x.shape, x.stride(), x.dtype)
+
+
+class Band(NamedTuple):
+    """Which keys a query may attend to by their positions.
+
+    Args:
+        is_causal: Query i has keys up to i.
+        window: And of those only the last `window`; None is all.
+    """
+
+    is_causal: bool
+    window: int | None
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """The switches that kernels are compiled with."""
+        return {"CAUSAL": self.is_causal, "WINDOW": self.window is not None}
 
 
 class Noise(NamedTuple):
@@ -81,37 +100,40 @@ def forward_launch(
     mu: Layout | None,
     noise: Noise,
     scale: float,
-    causal: bool,
+    band: Band,
     need_clean: bool,
+    need_sums: bool = False,
 ) -> Launch:
-    """Return what fills output, noisy LSE, clean LSE and two moments; of the last three those asked for.
+    """Return the launch that fills output, noisy LSE and, if needed, clean LSE, two moments and two kinds of sums.
 
-    Its pointers are query, key, value, those of `optional_pointers`, and the five outputs.
+    Its pointers are query, key, value, those of `optional_pointers`, and the seven outputs.
 
     Args:
         query: Layout of the queries.
         key: Of the keys.
         value: Of the values.
-        mask: Of what says which entries exist, if anything does.
+        mask: Of the mask, if there is one.
         mu: Of the location of the lognormal prior, for the moments.
         noise: What is drawn.
         scale: Of the scores.
-        causal: Whether key j is for queries from j on.
-        need_clean: Whether the clean LSE is asked for.
+        band: Which keys a query may attend to by position.
+        need_clean: Whether the clean LSE is needed.
+        need_sums: Whether the sums of queries and clean LSEs over blocks of rows are, too.
     """
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {
         "WEIBULL": noise.weibull,
         "CLEAN": need_clean,
         "MOMENTS": mu is not None,
-        "CAUSAL": causal,
+        "SUMS": need_sums,
+        **band.switches,
         "DROPOUT": noise.dropout > 0.0,
     }
     constants = kernel_constants("forward", query, value, mask, **switches)
     strides = (*query.strides[:3], *key.strides[:3], *value.strides[:3], *_optional_strides(mask, mu, (b, h, m, n)))
     return prepared(
-        forward_kernels.forward_kernel, (blocks_of(m, constants["BM"]), b * h), *strides, h, h // hk, m, n, d, dv,
-        int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout), **constants,
+        forward_kernels.forward_kernel, grid_of(m, constants["BM"], b * h), *strides, h, h // hk, m, n, d, dv,
+        band.window or 0, int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout), **constants,
         EVEN_N=n % constants["BN"] == 0,
     )  # fmt: skip
 
@@ -127,12 +149,12 @@ def gradient_launches(
     rows: tuple[int, int],
     noise: Noise,
     scale: float,
-    causal: bool,
+    band: Band,
     need_clean: bool,
-    need_columns: bool,
+    columns: int,
     in_one_pass: bool,
 ) -> tuple[Launch, Launch | None]:
-    """Return what fills the gradients of key, value and μ, and that of the query; in one pass, the first does both.
+    """Return the launches that fill the gradients of key, value and μ, and of the query; in one pass, the first does both.
 
     Args:
         query: As for `forward_launch`, like all that is not named here.
@@ -141,41 +163,50 @@ def gradient_launches(
         mask: As above.
         mu: As above.
         grad: Layout of dO.
-        rows: Distances of two rows of Σ_i q_i, behind the column sums, and of Σ_j dT_j k_j.
+        rows: Distances of two rows of Σ_i q_i, behind the column sums, and of Σ_j dT_j k_j; or, of the former, how many
+            sums over blocks a head has.
         noise: As above.
         scale: As above.
-        causal: As above.
+        band: As above.
         need_clean: Whether there is a dLSE.
-        need_columns: Whether there is a dT_j.
+        columns: Whether there is a dT_j, and how Σ_i q_i comes (`backward_kernels.ROW_FOR_EACH`, …).
         in_one_pass: See `one_pass`.
     """
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {
         "WEIBULL": noise.weibull,
         "CLEAN": need_clean,
-        "COLUMNS": need_columns,
+        "COLUMNS": columns,
         "MOMENTS": mu is not None,
-        "CAUSAL": causal,
+        **band.switches,
         "DROPOUT": noise.dropout > 0.0,
     }
     strides = (
         *query.strides[:3], *key.strides[:3], *value.strides[:3], *grad.strides[:3],
         *_optional_strides(mask, mu, (b, h, m, n)),
     )  # fmt: skip
-    numbers = (h, h // hk, m, n, d, dv, int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout))
+    drawn = (int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout))
+    numbers = (h, h // hk, m, n, d, dv, band.window or 0, *drawn)
 
-    def of(kernel: Any, name: str, rows: int, **more: bool) -> Launch:
+    def of(kernel: Any, name: str, rows: int, **more: int) -> Launch:
         constants = kernel_constants(name, query, value, mask, **switches)
-        is_checked = causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
+        is_checked = band.is_causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
         length, block, heads = (n, constants["BN"], hk) if name == "grad_key" else (m, constants["BM"], h)
-        grid = (blocks_of(length, block), b * heads)
+        grid = grid_of(length, block, b * heads)
         return prepared(kernel, grid, *strides, rows, *numbers, **constants, CHECK=is_checked, **more)
 
-    grad_key = of(backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass)
+    grad_key = of(
+        backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass, SUM_BLOCK=sum_block(query, value)
+    )
     return grad_key, None if in_one_pass else of(backward_kernels.grad_query_kernel, "grad_query", rows[1])
 
 
-def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | None, **switches: bool) -> dict:
+def sum_block(query: Layout, value: Layout) -> int:
+    """Return how many queries the forward kernel adds up, which is also the block of the KL's kernels."""
+    return blocks("forward", max(query.shape[-1], value.shape[-1]), query.dtype)["BM"]
+
+
+def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | None, **switches: int) -> dict:
     """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
     sizes = (query.shape[-1], value.shape[-1])
     bd, bdv = map(padded, sizes)
@@ -216,22 +247,61 @@ def blocks_of(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def grid_of(length: int, block: int, heads: int) -> tuple[int]:
+    """Return the grid of a kernel with a program for every block of every head; see `tiles.block_and_head`."""
+    return (blocks_of(length, block) * heads,)
+
+
+def rows_first(x: Tensor, length: int, features: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return new memory of shape (b, h, length, features) beside x, in which queries or keys come before heads.
+
+    Models split heads off the last axis. So outputs and gradients in this order need no copy on their way back.
+    """
+    return x.new_empty((x.shape[0], length, x.shape[1], features), dtype=dtype or x.dtype).transpose(1, 2)
+
+
+def queries_first(out: Tensor) -> Tensor:
+    """Return an output in the order of `rows_first`; a copy only where a compiler has changed it."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def new_grad_query(query: Tensor, in_one_pass: bool) -> Tensor:
+    """Return memory for dQ: for atomics it is float32 and head by head, so that the offsets within a head fit 32 bits."""
+    b, h, m, d = query.shape
+    return query.new_empty((b, h, m, d), dtype=torch.float32) if in_one_pass else rows_first(query, m, d)
+
+
+def finished(grad_query: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dQ in its own type."""
+    if grad_query.dtype == dtype:
+        return grad_query
+    wide = saturate(grad_query, dtype) if dtype == torch.float16 else grad_query
+    return rows_first(grad_query, grad_query.shape[2], grad_query.shape[3], dtype).copy_(wide)
+
+
+def like_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors with shapes, types and strides of the gradients, for compilers."""
+    grad_query = new_grad_query(query, one_pass(max(query.shape[-1], value.shape[-1])))
+    grad_key, grad_value = (rows_first(x, x.shape[2], x.shape[3]) for x in (key, value))
+    return finished(grad_query, query.dtype), grad_key, grad_value
+
+
 def row_stride(x: Tensor | None) -> int:
-    """Return the distance of two rows, or 0 where one row stands for all."""
+    """Return the stride between rows, or 0 where one row stands for all."""
     return 0 if x is None or x.ndim < 4 or x.shape[2] == 1 else x.shape[3]
 
 
 def optional_pointers(mask: Tensor | None, mu: Tensor | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pointers of mask, μ and seed; kernels offset each before looking at switches, so none may be absent."""
+    """Return pointers of mask, μ and seed; kernels offset each before they check the switches, so none may be absent."""
     return seed if mask is None else mask, seed if mu is None else mu, seed
 
 
 def _optional_strides(mask: Layout | None, mu: Layout | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
     """Return the strides of mask (b, h, m, n) and μ (b, h); 0 where they broadcast or are absent."""
-    found = (0, 0, 0, 0) if mask is None else _expanded_strides(mask, shape)
-    return (*found, *((0, 0) if mu is None else _expanded_strides(mu, shape)[:2]))
+    found = (0, 0, 0, 0) if mask is None else expanded_strides(mask, shape)
+    return (*found, *((0, 0) if mu is None else expanded_strides(mu, shape)[:2]))
 
 
-def _expanded_strides(x: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor that is expanded to a shape: 0 where it repeats itself."""
+def expanded_strides(x: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor that is expanded to a shape: 0 where it is broadcast."""
     return tuple(stride if size == full else 0 for size, stride, full in zip(x.shape, x.strides, shape, strict=True))

@@ -10,15 +10,15 @@ from torch import Tensor
 
 Mask = Bool[Tensor, "*#bh #m n"] | None
 
-# e^-80 is 2e-35: beside any other key of its row such a weight is nothing in float32. Libraries forbid with −inf, with the
-# smallest number of the dtype, with −1e4, −1e9, or (Swin) with −100 plus a small learnt bias
+# e^-80 is 2e-35: beside any other key of its row such a weight vanishes in float32. Libraries mask with −inf, with the
+# smallest number of the dtype, with −1e4, −1e9, or (Swin) with −100 plus a small learned bias
 FORBIDDEN = -80.0
 
 
 def split_bias(bias: Float[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."]]:
     """Return (where a query may attend, what is added there) from numbers that are added to the scores.
 
-    An entry of `FORBIDDEN` or less does not exist, so neither weights nor KL see how the caller wrote "minus infinity".
+    An entry of `FORBIDDEN` or less does not exist, so weights and KL do not depend on the value used for "minus infinity".
     NaN stays: it has to reach the output.
     """
     forbidden = bias <= FORBIDDEN
@@ -44,38 +44,46 @@ def masked_logsumexp(scores: Float[Tensor, "*bh m n"], mask: Mask) -> Float[Tens
 
 
 def _close(scores: Tensor, mask: Tensor, has_key: Tensor) -> Tensor:
-    # rows without a key are filled with 0 rather than −inf: no NaN arises that a later fill would have to hide
+    # rows without a key are filled with 0 rather than −inf, so that no NaN arises
     shut = torch.zeros((), dtype=scores.dtype, device=scores.device).masked_fill(has_key, -math.inf)
     return torch.where(mask, scores, shut)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The entries (i, j) that exist: a boolean mask, the causal triangle j ≤ i, both, or everything.
+    """The entries (i, j) that exist: a boolean mask, the causal triangle j ≤ i, a window of it, both, or everything.
 
-    A pure triangle is never written out: its sums are cumulative sums.
+    A pure triangle is never materialized: its sums are cumulative sums.
 
     Attributes:
         mask: True where a query may attend, or None.
         is_causal: Whether j ≤ i is required as well.
         shape: (b, h, m, n) of the scores.
+        window: Whether j > i − window is required as well; only with `is_causal`.
     """
 
     mask: Bool[Tensor, "#b #h #m n"] | None
     is_causal: bool
     shape: tuple[int, int, int, int]
+    window: int | None = None
+
+    @property
+    def _is_triangle(self) -> bool:
+        return self.is_causal and self.mask is None and self.window is None
 
     def dense(self, device: torch.device) -> Bool[Tensor, "#b #h #m n"] | None:
         """Return the entries as one mask, or None if all exist."""
         if not self.is_causal:
             return self.mask
         causal = torch.ones(self.shape[-2:], dtype=torch.bool, device=device).tril()[None, None]
+        if self.window is not None:
+            causal = causal.triu(1 - self.window)
         return causal if self.mask is None else self.mask & causal
 
     def sum_over_keys(self, x: Float[Tensor, "#b #h 1 n"]) -> Float[Tensor, "#b #h #m"]:
         """Return Σ_j x_j over the keys of each query."""
         m, n = self.shape[-2:]
-        if self.is_causal and self.mask is None:
+        if self._is_triangle:
             sums = x.squeeze(-2).cumsum(dim=-1)
             return torch.cat([sums, sums[..., -1:].expand(*sums.shape[:-1], m - n)], dim=-1) if m > n else sums[..., :m]
         mask = self.dense(x.device)
@@ -84,11 +92,11 @@ class Allowed:
     def sum_over_queries(self, x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h #n d"]:
         """Return Σ_i x_i over the queries of each key, in float32 or better; one row where all keys share it.
 
-        Keys that nobody may attend to share it too: what they get has no meaning.
+        Keys that no query may attend to share it too, but their sum has no meaning.
         """
         m, n = self.shape[-2:]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        if self.is_causal and self.mask is None:
+        if self._is_triangle:
             sums = x.flip(-2).cumsum(dim=-2, dtype=dtype).flip(-2)
             return torch.nn.functional.pad(sums, (0, 0, 0, n - m)) if n > m else sums[:, :, :n].contiguous()
         mask = self.dense(x.device)
@@ -99,7 +107,7 @@ class Allowed:
     def weighted_keys(self, weight: Float[Tensor, "b h 1 n"], key: Float[Tensor, "b hk n d"]) -> Float[Tensor, "b h #m d"]:
         """Return Σ_j weight_j k_j over the keys of each query, in float32; one row where all queries share it."""
         (b, h, m, n), key_heads = self.shape, key.shape[1]
-        if self.is_causal and self.mask is None:
+        if self._is_triangle:
             sums = (weight.transpose(-2, -1) * key.repeat_interleave(h // key_heads, dim=1)).cumsum(dim=-2)
             return (
                 torch.cat([sums, sums[:, :, -1:].expand(-1, -1, m - n, -1)], dim=-2)
@@ -118,14 +126,18 @@ class Allowed:
     def queries_per_key(self, like: Tensor) -> Float[Tensor, "#b #h 1 n"] | int:
         """Return how many queries may attend to each key."""
         m, n = self.shape[-2:]
-        if self.is_causal and self.mask is None:
+        if self._is_triangle:
             return (m - torch.arange(n, dtype=like.dtype, device=like.device)).clamp(min=0.0).view(1, 1, 1, n)
         mask = self.dense(like.device)
         return m if mask is None else mask.sum(dim=-2, keepdim=True, dtype=like.dtype) * (m // max(mask.shape[-2], 1))
 
-    def has_key(self) -> Bool[Tensor, "#b #h #m"] | None:
-        """Return which queries have a key at all; None if all do (every causal row has key 0)."""
-        mask = None if self.mask is None else self.dense(self.mask.device)
+    def has_key(self, device: torch.device) -> Bool[Tensor, "#b #h #m"] | None:
+        """Return which queries have a key at all; None if all do (without a window, every causal row has key 0)."""
+        m, n = self.shape[-2:]
+        if self.mask is None:
+            last = None if self.window is None else n + self.window - 1
+            return None if last is None or last >= m else (torch.arange(m, device=device) < last).view(1, 1, m)
+        mask = self.dense(device)
         return None if mask is None else mask.any(dim=-1)
 
     def has_query(self, device: torch.device) -> Bool[Tensor, "#b #h 1 n"] | None:
@@ -140,32 +152,42 @@ class Allowed:
         """Return the number of entries, or of rows that have one, per example, at least 1."""
         _, h, m, n = self.shape
         if self.mask is None:
-            if not per_entry:
-                return max(h * m, 1)
-            triangle = sum(min(i + 1, n) for i in range(m)) if self.is_causal else m * n
-            return max(h * triangle, 1)
+            rows = m if self.window is None else min(m, n + self.window - 1)
+            return max(h * (num_entries(m, n, self.is_causal, self.window) if per_entry else rows), 1)
         mask = self.dense(self.mask.device)
         assert mask is not None
         valid = mask if per_entry else mask.any(dim=-1)
-        # a mask that broadcasts over heads or queries counts once for each
+        # a mask that is broadcast over heads or queries counts once for each
         copies = (h * m * (n if per_entry else 1)) // max(math.prod(valid.shape[1:]), 1)
         return (valid.flatten(1).sum(dim=-1) * copies).clamp(min=1).to(torch.float32)
 
 
-def look_once(x: Tensor, name: str, question: Callable[[Tensor], Tensor]) -> bool | None:
-    """Return the answer to a question about a tensor's numbers; it is asked once for each version of the tensor.
+def num_entries(m: int, n: int, is_causal: bool, window: int | None) -> int:
+    """Return how many entries m queries and n keys have without a mask; arguments as for `Allowed`."""
+    if not is_causal:
+        return m * n
+    # what lies before the window is a smaller triangle
+    return _triangle(m, n) - (0 if window is None else _triangle(max(m - window, 0), n))
 
-    On a GPU the host has to wait for the answer. None while nobody can wait: inside a compiler, a recording of CUDA
-    launches, or `vmap`.
+
+def _triangle(m: int, n: int) -> int:
+    short = min(m, n)
+    return short * (short + 1) // 2 + max(m - n, 0) * n
+
+
+def look_once(x: Tensor, name: str, question: Callable[[Tensor], Tensor]) -> bool | None:
+    """Return a boolean computed from a tensor's values, which is computed once for each version of the tensor.
+
+    On a GPU the host has to wait for it. None where it cannot wait: inside a compiler, CUDA-graph capture, or `vmap`.
 
     Args:
-        x: The tensor, which remembers the answer.
-        name: Of the attribute it remembers it by.
+        x: The tensor; the result is stored on it.
+        name: Of the attribute that stores it.
         question: Returns one boolean.
     """
     if torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
         return None
-    # tensors of inference mode count no versions, and cannot change outside of it
+    # tensors of inference mode have no version, and cannot change outside of it
     now = -1 if x.is_inference() else x._version
     version, answer = getattr(x, name, (None, None))
     if version == now:

@@ -1,4 +1,4 @@
-"""Stochastic attention in plain torch: the ground truth that every other backend is compared with.
+"""Stochastic attention in plain torch: the ground truth for every other backend.
 
 Everything runs in float32 or better whatever the inputs, masks are boolean (True: attend), and a row with no allowed
 key has weights 0, KL 0 and gradient 0. `masking.py` and `kl.py` beside this file are its other two parts.

@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesattn.config import AttentionConfig
 from bayesattn.noise.specification import Seed
 
-# looked up once: torch.compile cannot trace either question
+# looked up once: torch.compile can trace neither
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -45,7 +45,7 @@ def why_not_blocked(call: Call) -> str:
 
 
 def why_not_triton(call: Call) -> str:
-    """The Triton kernels: a GPU (or Triton's interpreter), head dimensions up to 256, noise of sane strength."""
+    """The Triton kernels: a GPU (or Triton's interpreter), head dimensions up to 256, noise of moderate strength."""
     if not HAS_TRITON:
         return "triton is not installed"
     if call.query.device.type != "cuda" and not INTERPRETED:
@@ -58,7 +58,7 @@ def why_not_triton(call: Call) -> str:
         return "there are no keys"
     if call.scale <= 0.0:
         return f"scale is {call.scale}, not above 0"
-    # the kernels take one maximum for clean and noisy scores, which holds while the noise stays within 2^±100
+    # the kernels use one maximum for clean and noisy scores, which is safe while the noise stays within 2^±100
     if call.config.family == "weibull" and call.config.weibull_k < 0.25:
         return f"weibull_k is {call.config.weibull_k}, below 0.25"
     if call.config.family == "lognormal" and call.config.sigma_q > 8.0:

@@ -17,24 +17,30 @@ from torch.autograd import forward_ad
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention import backward_kernels, forward_kernels
+from bayesattn.ops.attention.backward_kernels import ROW_FOR_EACH
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
+    Band,
     Noise,
     aligned,
-    blocks_of,
+    finished,
     forward_launch,
     gradient_launches,
+    grid_of,
     layout,
+    like_gradients,
+    new_grad_query,
     one_pass,
     optional_pointers,
     padded,
+    queries_first,
     row_stride,
+    rows_first,
 )
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
 from bayesattn.ops.common.launch import prepared
 from bayesattn.ops.once import once_differentiable
-from bayesattn.precision import saturate
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8
@@ -62,21 +68,21 @@ def attention(
     seed = noise.draw_seed(query.device) if seed is None else noise.as_seed(seed, query.shape[0], query.device)
     if need_kl and is_one_node(log_prior, allowed, config):
         output, kl = weibull_attention(query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p)
-        return output[..., :dv], kl
+        return _narrowed(output, dv), kl
     mu = None
     if need_kl and not weibull:
         b, h, _, n = allowed.shape
         location = lognormal_location(log_prior, allowed, config)
-        # a number is filled in on the device: nothing is copied from the host, which a recording cannot do
+        # filled in on the device: CUDA-graph capture cannot copy from the host
         mu = location if isinstance(location, Tensor) else query.new_full((1,), location, dtype=torch.float32)
         mu = mu.float().expand(b, h, 1, n).contiguous()
     need_lse = need_kl and (weibull or config.score_form == "log_softmax")
     fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply if _is_derived() else _forward
     output, _, lse, columns, first, second, _ = fused(
-        query, key, value, allowed.mask, mu, seed, weibull, strength, scale, dropout_p, allowed.is_causal, need_lse,
-        need_kl and weibull,
+        query, key, value, allowed.mask, mu, seed, weibull, strength, scale, dropout_p, allowed.is_causal, allowed.window,
+        need_lse, need_kl and weibull,
     )  # fmt: skip
-    output = output[..., :dv]
+    output = _narrowed(output, dv)
     if not need_kl:
         return output, None
     if weibull:
@@ -84,8 +90,13 @@ def attention(
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
+def _narrowed(output: Tensor, dv: int) -> Tensor:
+    # a full slice would be another autograd node, and the KL would not seem to come from the same node (`kl.record`)
+    return output if output.shape[-1] == dv else output[..., :dv]
+
+
 def _is_derived() -> bool:
-    """Whether the autograd node has work: to keep what gradients need, or to refuse what no_grad does not switch off."""
+    """Whether the autograd node is needed: to save tensors for gradients, or to refuse transforms that ignore no_grad."""
     is_transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     return torch.is_grad_enabled() or is_transformed
 
@@ -102,16 +113,17 @@ def _forward(
     scale: float,
     dropout: float,
     causal: bool,
+    window: int | None,
     need_lse: bool,
     need_columns: bool,
 ) -> tuple[Any, ...]:
     """Return output, noisy LSE (base 2), clean LSE, column sums, two moments and the query sums behind the columns.
 
-    What is not asked for is None.
+    What is not needed is None.
     """
     query, key, value = map(aligned, (query, key, value))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
-    out = query.new_empty((b, h, m, dv), dtype=value.dtype)
+    out = rows_first(query, m, dv)
     lse = query.new_empty((b, h, m), dtype=torch.float32)
     clean, first, second = (
         torch.empty_like(lse) if needed else None for needed in (need_lse, mu is not None, mu is not None)
@@ -121,20 +133,20 @@ def _forward(
             *map(layout, (query, key, value, mask, mu)),
             Noise(weibull, strength, dropout, seed.ndim > 0),
             scale,
-            causal,
+            Band(causal, window),
             need_lse,
         )
-        # a pointer that no switch reads still has to be one
+        # an unused pointer still has to be valid
         written = (lse if x is None else x for x in (clean, first, second))
-        launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, *written)
+        launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, *written, lse, lse)
     columns, sums = None, None
     if need_columns:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
-        sums = Allowed(mask, causal, (b, h, m, n)).sum_over_queries(query)
+        sums = Allowed(mask, causal, (b, h, m, n), window).sum_over_queries(query)
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
             launch = prepared(
-                forward_kernels.columns_kernel, (blocks_of(n, 64), b * h), *key.stride()[:3], row_stride(sums), h, h // hk,
+                forward_kernels.columns_kernel, grid_of(n, 64, b * h), *key.stride()[:3], row_stride(sums), h, h // hk,
                 n, d, scale, BN=64, BD=padded(d),
             )  # fmt: skip
             launch(key, sums, columns)
@@ -144,22 +156,23 @@ def _forward(
 @torch.library.custom_op("bayesattn::attention_forward", mutates_args=())
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mu: Tensor | None, seed: Tensor, weibull: bool,
-    strength: float, scale: float, dropout: float, causal: bool, need_lse: bool, need_columns: bool,
+    strength: float, scale: float, dropout: float, causal: bool, window: int | None, need_lse: bool,
+    need_columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_forward` as torch.compile sees it; what is not asked for is empty. Eager calls do without, which is less Python."""
-    options = (weibull, strength, scale, dropout, causal, need_lse, need_columns)
+    """`_forward` as an operator for torch.compile; what is not needed is empty. Eager calls skip it to save time."""
+    options = (weibull, strength, scale, dropout, causal, window, need_lse, need_columns)
     results = _forward(query, key, value, mask, mu, seed, *options)
     return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in results)  # type: ignore[return-value]
 
 
 @attention_forward.register_fake
-def _(query, key, value, mask, mu, seed, weibull, strength, scale, dropout, causal, need_lse, need_columns):
+def _(query, key, value, mask, mu, seed, weibull, strength, scale, dropout, causal, window, need_lse, need_columns):
     (b, h, m, _), n = query.shape, key.shape[2]
 
     def rows(needed: bool) -> Tensor:
         return query.new_empty((b, h, m) if needed else 0, dtype=torch.float32)
 
-    out = query.new_empty((b, h, m, value.shape[-1]))
+    out = rows_first(query, m, value.shape[-1])
     columns = query.new_empty((b, h, 1, n) if need_columns else 0, dtype=torch.float32)
     is_one_row = not causal and (mask is None or mask.shape[2] == 1)
     sums = query.new_empty((b, h, 1 if is_one_row else n, query.shape[-1]) if need_columns else 0, dtype=torch.float32)
@@ -187,39 +200,40 @@ def _backward(
     scale: float,
     dropout: float,
     causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and μ (empty without moments)."""
     query, key, value, grad = map(aligned, (query, key, value, grad))
-    (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
+    (b, h, m, d), n, dv = query.shape, key.shape[2], value.shape[-1]
     in_one_pass = one_pass(max(d, dv))
     start = None
     if grad_columns is not None:
         # dQ_i gains scale · Σ_j dT_j k_j over the keys of query i
-        start = Allowed(mask, causal, (b, h, m, n)).weighted_keys(grad_columns, key)
-    grad_query = query.new_empty((b, h, m, d), dtype=torch.float32 if in_one_pass else None)
-    grad_key, grad_value = key.new_empty((b, hk, n, d)), value.new_empty((b, hk, n, dv))
+        start = Allowed(mask, causal, (b, h, m, n), window).weighted_keys(grad_columns, key)
+    grad_query = new_grad_query(query, in_one_pass)
+    grad_key, grad_value = rows_first(key, n, d), rows_first(value, n, dv)
     grad_mu = lse.new_empty((b, h, 1, n) if mu is not None else 0)
     if not (b and m):
-        return grad_query.zero_().to(query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
+        return finished(grad_query.zero_(), query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
     launch = prepared(
-        backward_kernels.prepare_kernel, (blocks_of(m, 64), b * h), m, d, dv, h, *grad.stride()[:3], row_stride(start),
+        backward_kernels.prepare_kernel, grid_of(m, 64, b * h), m, d, dv, h, *grad.stride()[:3], row_stride(start),
         scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
     )  # fmt: skip
-    launch(out, grad, delta, start, grad_query)
+    launch(queries_first(out), grad, delta, start, grad_query)
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
     first, second = gradient_launches(
         *map(layout, (query, key, value, mask, mu, grad)), (row_stride(sums), row_stride(start)),
-        Noise(weibull, strength, dropout, seed.ndim > 0), scale, causal, grad_lse is not None, grad_columns is not None,
-        in_one_pass,
+        Noise(weibull, strength, dropout, seed.ndim > 0), scale, Band(causal, window), grad_lse is not None,
+        0 if grad_columns is None else ROW_FOR_EACH.value, in_one_pass,
     )  # fmt: skip
     clean = lse if clean is None else clean
     read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
     first(*read, grad_columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
     if second is not None:
         second(*read, start, grad_query)
-    return saturate(grad_query, query.dtype), grad_key, grad_value, grad_mu
+    return finished(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
 
 attention_backward = torch.library.custom_op("bayesattn::attention_backward", _backward, mutates_args=())
@@ -245,7 +259,7 @@ def _(
     *_options,
 ):
     grad_mu = lse.new_empty((*query.shape[:2], 1, key.shape[2]) if mu is not None else 0)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_mu
+    return *like_gradients(query, key, value), grad_mu
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -269,7 +283,7 @@ def _gradients(ctx, backward, grad, grad_lse, grad_columns, grad_first, grad_sec
     *grads, grad_mu = backward(
         grad, grad_lse, grad_columns, *moments, query, key, value, mask, mu, seed, out, lse, clean, sums, *ctx.options
     )
-    return *grads, None, grad_mu if mu is not None else None, *([None] * 8)
+    return *grads, None, grad_mu if mu is not None else None, *([None] * 9)
 
 
 def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):

@@ -1,9 +1,10 @@
 """Weibull attention with its KL by few kernels: two forward, two or three backward.
 
-What makes a training step at short lengths is the host: every torch operation, autograd node and launch costs it some ten
-microseconds. So the most common case, Weibull noise and a KL in which all queries share their keys (no mask, or key
-padding), has kernels of its own and one autograd node (`weibull_node.py`). All other calls take `triton.py` and the plain
-KL of `kl.py`.
+At short lengths the host is the bottleneck: every torch operation, autograd node and launch costs it some ten microseconds.
+With a causal mask it is memory: a cumulative sum of queries is as large as the queries, in float32.
+So Weibull noise with a KL under any mask that depends on positions and keys only (none, key padding, causal, a sliding
+window, and those together) has kernels of its own and one autograd node (`weibull_node.py`). A mask of single entries takes
+`triton.py` and the plain KL of `kl.py`.
 """
 
 import functools
@@ -18,32 +19,37 @@ from bayesattn.config import AttentionConfig
 from bayesattn.distributions import EULER_GAMMA, log_gamma_1p_inverse
 from bayesattn.divergences import log_alpha_shift
 from bayesattn.ops.attention import kl_kernels
+from bayesattn.ops.attention.backward_kernels import SUMS_OF_BLOCKS
 from bayesattn.ops.attention.kl import LOG_ROW_CAP
 from bayesattn.ops.attention.launch import (
     MOST_LAUNCHES,
+    Band,
     Layout,
     Noise,
     blocks_of,
+    finished,
     forward_launch,
     gradient_launches,
+    grid_of,
     layout,
+    new_grad_query,
     one_pass,
     optional_pointers,
     padded,
+    rows_first,
+    sum_block,
 )
+from bayesattn.ops.attention.masking import num_entries
+from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.common.launch import Launch, prepared
-from bayesattn.precision import saturate
 
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}
-# entries of a tile of keys or queries; many bytes in flight make up for one program a head
-TILE = 16384
-# up to this length half a tile is enough
-SHORT = 512
-PREPARE_ROWS = 64
+# entries of a tile of queries, keys or values for which four warps are enough
+SMALL_TILE = 4096
 
 
 class Divergence(NamedTuple):
-    """What the KL takes from the config."""
+    """The settings of the KL."""
 
     weibull_k: float
     gamma_beta: float
@@ -54,12 +60,12 @@ class Divergence(NamedTuple):
 
     @classmethod
     def of(cls, config: AttentionConfig) -> "Divergence":
-        """Return what the KL takes from a config."""
+        """Return the KL's settings of a config."""
         forms = (str(config.alpha_form), str(config.score_form), str(config.kl_reduction))
         return cls(config.weibull_k, config.gamma_beta, config.gamma_alpha, *forms)
 
     def numbers(self, has_prior: bool) -> dict[str, float]:
-        """What the kernels of the KL take: α's shift, slope and constant of a key's term, β, its logarithm, the cap."""
+        """Numbers for the kernels of the KL: α's shift, slope and constant of a key's term, β, its logarithm, the cap."""
         log_beta = math.log(self.gamma_beta)
         scale = {"gamma_alpha": self.gamma_alpha, "gamma_beta": self.gamma_beta}
         return {
@@ -74,13 +80,14 @@ class Divergence(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """All that decides about the launches of a call: they are put together once and found again by it."""
+    """Everything that the launches of a call depend on: they are built once per problem and then looked up."""
 
     query: Layout
     key: Layout
     value: Layout
     prior: Layout | None
     has_valid: bool
+    band: Band
     divergence: Divergence
     noise: Noise
     scale: float
@@ -98,18 +105,41 @@ class Problem(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the kernels of the KL take as numbers."""
+        """The numeric arguments of the KL's kernels."""
         return self.divergence.numbers(self.prior is not None)
 
     @property
-    def switches(self) -> dict[str, bool]:
+    def constants(self) -> dict[str, int]:
         """Of both kernels of the KL."""
-        is_raw = self.divergence.score_form == "raw"
-        return {"HAS_PRIOR": self.prior is not None, "HAS_VALID": self.has_valid, "RAW": is_raw}
+        switches = {"HAS_PRIOR": self.prior is not None, "HAS_VALID": self.has_valid, **self.band.switches}
+        widest = padded(max(self.query.shape[-1], self.value.shape[-1]))
+        return {
+            **switches,
+            "RAW": self.divergence.score_form == "raw",
+            "BLOCK": self.block,
+            "BD": padded(self.query.shape[-1]),
+            # on the diagonal a program waits for one tile after the other
+            "num_warps": 4 if self.block * widest <= SMALL_TILE and not self.band.is_causal else 8,
+        }
+
+    @property
+    def block(self) -> int:
+        """How many queries or keys are added up together."""
+        return sum_block(self.query, self.value)
+
+    @property
+    def blocks(self) -> int:
+        """How many programs the kernels of the KL have for a head."""
+        return blocks_of(max(self.query.shape[2], self.key.shape[2]), self.block)
+
+    @property
+    def precision(self) -> str:
+        """Of products of float32."""
+        return "ieee" if self.query.dtype == torch.float32 else "tf32"
 
 
 class Workspace(NamedTuple):
-    """Arrays of float32 in one piece of memory: to allocate one each would take the host longer than to fill them.
+    """Arrays of float32 in one piece of memory: allocating each would take the host longer than filling them takes the GPU.
 
     Args:
         sizes: Entries of every array, rounded up so that the next one starts at a multiple of sixteen bytes.
@@ -121,7 +151,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, *sizes: int) -> "Workspace":
-        """Return the workspace of arrays with so many entries."""
+        """Return the workspace of arrays with these numbers of entries."""
         rounded = [-(-size // 4) * 4 for size in sizes]
         return cls(rounded, sum(rounded))
 
@@ -130,34 +160,45 @@ class Workspace(NamedTuple):
         return torch.split_with_sizes(memory, self.sizes)
 
 
-def kept_arrays(rows: int, m: int, n: int, d: int) -> Workspace:
-    """Return what the forward pass keeps: both LSEs, column sums, sums of queries and of keys, the KL's statistics."""
-    return Workspace.of(rows * m, rows * m, rows * n, rows * d, rows * d, rows * kl_kernels.NUM_STATS.value)
+def kept_arrays(query: Sequence[int], keys: int, block: int) -> Workspace:
+    """Return the arrays that the forward pass keeps: both LSEs, P_j, sums of blocks, and the KL's weights.
+
+    Args:
+        query: Shape of the queries.
+        keys: How many keys there are.
+        block: How many rows are added up.
+
+    The sums are of queries, of LSEs and numbers of rows, of queries in whole blocks, of keys, and of α.
+    """
+    b, h, m, d = query
+    rows, blocks = b * h, blocks_of(max(m, keys), block)
+    sums = rows * blocks * d
+    return Workspace.of(
+        rows * m, rows * m, rows * keys, rows * blocks_of(m, block) * d, rows * blocks_of(m, block) * 2, sums, sums,
+        rows * blocks, rows,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _arrays(problem: Problem) -> tuple[Workspace, Workspace]:
-    """Return the arrays that are kept, and those of the backward pass: δ, dLSE, dT, and what all rows of dQ start from."""
+def _arrays(problem: Problem, in_one_pass: bool) -> tuple[Workspace, Workspace]:
+    """Return the arrays that are kept, and those of the backward pass: δ, dLSE, dT, and what rows of dQ start from."""
     (b, h, m, d), n = problem.query.shape, problem.key.shape[2]
     rows = b * h
-    return kept_arrays(rows, m, n, d), Workspace.of(rows * m, rows * m, rows * n, rows * d)
+    start = 0 if in_one_pass else m * d if problem.band.is_causal else d
+    return kept_arrays(problem.query.shape, n, problem.block), Workspace.of(rows * m, rows * m, rows * n, rows * start)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
     """Return the launches of attention and of its KL."""
-    query, key, value, given, scale = problem.query, problem.key, problem.value, problem.divergence, problem.scale
+    query, key, value, scale, band = problem.query, problem.key, problem.value, problem.scale, problem.band
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
-    bd = padded(d)
-    # a short head has no loop worth filling: less memory a program, more of them at once
-    is_short, most = max(m, n) <= SHORT, max(16, TILE // bd)
-    attend = forward_launch(query, key, value, problem.mask, None, problem.noise, scale, False, True)
+    attend = forward_launch(query, key, value, problem.mask, None, problem.noise, scale, band, True, True)
     divergence = prepared(
-        kl_kernels.weibull_kl_kernel, (b * h,), *query.strides[:3], *key.strides[:3], *problem.strides, h, h // hk, m, n, d,
-        scale, *problem.numbers.values(), **problem.switches,
-        PER=DIVIDE[given.reduction], BLOCK=min(most // 2, padded(max(m, n))) if is_short else most, BD=bd,
-        # what is in flight fits into the shared memory of smaller GPUs, too
-        STAGES=1 if is_short else 3 if query.dtype.itemsize == 2 else 2, num_warps=4 if is_short else 8,
+        kl_kernels.weibull_kl_kernel, grid_of(max(m, n), problem.block, b * h), *query.strides[:3], *key.strides[:3],
+        *problem.strides,
+        h, h // hk, m, n, d, band.window or 0, float(num_entries(m, n, *band)), scale, *problem.numbers.values(),
+        **problem.constants, PER=DIVIDE[problem.divergence.reduction], PRECISION=problem.precision,
     )  # fmt: skip
     return attend, divergence
 
@@ -167,16 +208,17 @@ def _backward_launches(
     problem: Problem, grad: Layout, stride_kl: int, in_one_pass: bool
 ) -> tuple[Launch, Launch, Launch | None]:
     """Return the launches of what all gradients need, of those of key and value, and of the query's."""
-    (b, h, m, d), n, dv = problem.query.shape, problem.key.shape[2], problem.value.shape[-1]
+    (b, h, m, d), (hk, n), dv, band = problem.query.shape, problem.key.shape[1:3], problem.value.shape[-1], problem.band
     shared = (problem.numbers[name] for name in ("log_alpha_shift", "slope", "log_beta", "log_cap"))
     prepare = prepared(
-        kl_kernels.weibull_prepare_kernel, (blocks_of(max(m, n), PREPARE_ROWS), b * h), *grad.strides[:3], stride_kl,
-        *problem.strides, h, m, n, d, dv, problem.scale, *shared, **problem.switches, ONE_PASS=in_one_pass,
-        BLOCK=PREPARE_ROWS, BD=padded(d), BDV=padded(dv),
+        kl_kernels.weibull_prepare_kernel, grid_of(max(m, n), problem.block, b * h), *problem.key.strides[:3],
+        *grad.strides[:3], stride_kl,
+        *problem.strides, h, h // hk, m, n, d, dv, band.window or 0, problem.scale, *shared, **problem.constants,
+        ONE_PASS=in_one_pass, BDV=padded(dv), WIDEN=INTERPRETED or problem.query.dtype == torch.float32,
     )  # fmt: skip
     gradients = gradient_launches(
-        problem.query, problem.key, problem.value, problem.mask, None, grad, (0, 0), problem.noise, problem.scale, False,
-        True, True, in_one_pass,
+        problem.query, problem.key, problem.value, problem.mask, None, grad, (problem.blocks, d if band.is_causal else 0),
+        problem.noise, problem.scale, band, True, SUMS_OF_BLOCKS.value, in_one_pass,
     )  # fmt: skip
     return prepare, *gradients
 
@@ -187,15 +229,16 @@ def run_forward(
     """Return output, KL, and the memory of `kept_arrays`."""
     b, h, m, _ = query.shape
     attend, divergence = _forward_launches(problem)
-    arrays, _ = _arrays(problem)
-    out = query.new_empty((b, h, m, value.shape[-1]))
-    kept, kl = query.new_empty(arrays.total, dtype=torch.float32), query.new_empty((b, h), dtype=torch.float32)
-    lse, clean, columns, query_sums, key_sums, stats = arrays.parts(kept)
-    # a pointer that no switch reads still has to be one
-    attend(query, key, value, *optional_pointers(valid, None, seed), out, lse, clean, lse, lse)
+    arrays, _ = _arrays(problem, True)
+    out = rows_first(query, m, value.shape[-1])
+    kept = query.new_empty(arrays.total, dtype=torch.float32)
+    kl = query.new_empty((b, h * problem.blocks), dtype=torch.float32)
+    lse, clean, products, query_sums, row_sums, others, key_sums, alpha_sums, weight = arrays.parts(kept)
+    # an unused pointer still has to be valid
+    attend(query, key, value, *optional_pointers(valid, None, seed), out, lse, clean, lse, lse, query_sums, row_sums)
     divergence(
-        query, key, clean, clean if prior is None else prior, clean if valid is None else valid, kl, stats, columns,
-        query_sums, key_sums,
+        query, key, clean, lse, clean if prior is None else prior, clean if valid is None else valid, query_sums, row_sums,
+        kl, weight, products, others, key_sums, alpha_sums,
     )  # fmt: skip
     return out, kl.sum(dim=1), kept
 
@@ -205,21 +248,22 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and ln Ψ, from those of `run_forward`'s output and KL."""
     query, key, value, prior, valid, seed = inputs
-    arrays, own = _arrays(problem)
-    lse, clean, columns, query_sums, key_sums, stats = arrays.parts(kept)
-    delta, grad_lse, grad_columns, start = own.parts(kept.new_empty(own.total))
-    b, h, m, d = query.shape
+    b, h, _, d = query.shape
     in_one_pass = one_pass(max(d, value.shape[-1]))
+    arrays, own = _arrays(problem, in_one_pass)
+    lse, clean, products, _, _, others, key_sums, alpha_sums, weight = arrays.parts(kept)
+    delta, grad_lse, grad_columns, start = own.parts(kept.new_empty(own.total))
     prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
-    grad_query = query.new_empty((b, h, m, d), dtype=torch.float32 if in_one_pass else None)
-    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    grad_query = new_grad_query(query, in_one_pass)
+    grad_key, grad_value = (rows_first(x, x.shape[2], x.shape[3]) for x in (key, value))
     grad_prior = None if prior is None else kept.new_empty((b, h, 1, key.shape[2]))
     prepare(
-        out, grad, grad_kl, columns, clean, clean if prior is None else prior, clean if valid is None else valid, stats,
-        key_sums, delta, start, grad_query, grad_columns, grad_lse, columns if grad_prior is None else grad_prior,
+        key, out, grad, grad_kl, products, clean, clean if prior is None else prior, clean if valid is None else valid,
+        weight, key_sums, alpha_sums, delta, start, grad_query, grad_columns, grad_lse,
+        products if grad_prior is None else grad_prior,
     )  # fmt: skip
     read = (query, key, value, *optional_pointers(valid, None, seed), grad, lse, clean, delta, grad_lse, None, None)
-    gradients(*read, grad_columns, query_sums, grad_query, grad_key, grad_value, None)
+    gradients(*read, grad_columns, others, grad_query, grad_key, grad_value, None)
     if last is not None:
         last(*read, start, grad_query)
-    return saturate(grad_query, query.dtype), grad_key, grad_value, grad_prior
+    return finished(grad_query, query.dtype), grad_key, grad_value, grad_prior

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention.launch import Noise, aligned, layout
+from bayesattn.ops.attention.launch import Band, Noise, aligned, layout, like_gradients, queries_first, rows_first, sum_block
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull import Divergence, Problem, kept_arrays, run_backward, run_forward
 from bayesattn.ops.once import once_differentiable
@@ -18,11 +18,10 @@ LARGEST_ALPHA = 1e6
 
 
 def is_one_node(log_prior: Tensor | None, allowed: Allowed, config: AttentionConfig) -> bool:
-    """Whether all queries share their keys, and nothing is empty."""
+    """Whether the mask depends on positions and keys only, and nothing is empty."""
     mask = allowed.mask
     return (
         config.family == "weibull"
-        and not allowed.is_causal
         and (mask is None or mask.shape[1] == mask.shape[2] == 1)
         and (log_prior is None or log_prior.dtype == torch.float32)
         and max(config.gamma_beta, config.gamma_alpha) <= LARGEST_ALPHA
@@ -45,25 +44,25 @@ def weibull_attention(
     """Return the output of one sample and the KL of each example."""
     b, _, _, n = allowed.shape
     valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
-    divergence = Divergence.of(config)
+    divergence, band = Divergence.of(config), Band(allowed.is_causal, allowed.window)
     if torch.compiler.is_compiling():
         prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
-        out, kl, _ = weibull_forward(
-            query, key, value, prior, valid, seed, [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
-        )
+        numbers, forms = [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
+        out, kl, _ = weibull_forward(query, key, value, prior, valid, seed, numbers, forms, *band)
         return out, kl
     noise = Noise(True, strength, dropout, seed.ndim > 0)
-    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, divergence, noise, scale)
+    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, band, divergence, noise, scale)
 
 
 class _WeibullAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query, key, value, log_prior, valid, seed, divergence: Divergence, noise: Noise, scale: float):
+    def forward(ctx: Any, query, key, value, log_prior, valid, seed, *options):
+        # options: band, divergence, noise, scale
         query, key, value = aligned(query), aligned(key), aligned(value)
         prior = None if log_prior is None else log_prior.expand(*query.shape[:2], 1, key.shape[2])
         prior = prior if prior is None or prior.stride(-1) == 1 else prior.contiguous()
         layouts = layout(query), layout(key), layout(value), layout(prior)
-        ctx.problem = Problem(*layouts, valid is not None, divergence, noise, scale)
+        ctx.problem = Problem(*layouts, valid is not None, *options)
         inputs = (query, key, value, prior, valid, seed)
         out, kl, kept = run_forward(ctx.problem, *inputs)
         ctx.save_for_backward(*inputs, out, kept)
@@ -80,7 +79,7 @@ class _WeibullAttention(torch.autograd.Function):
         *grads, grad_prior = run_backward(ctx.problem, grad, grad_kl, inputs, out, kept)
         if grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
-        return *grads, grad_prior, *([None] * 5)
+        return *grads, grad_prior, *([None] * 6)
 
 
 @torch.library.custom_op("bayesattn::weibull_forward", mutates_args=())
@@ -93,27 +92,30 @@ def weibull_forward(
     seed: Tensor,
     numbers: list[float],
     forms: str,
+    is_causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward` as torch.compile sees it, with what a schema can say: the numbers and names of `_problem_of`."""
+    """`run_forward` as an operator for torch.compile, whose schema takes the numbers and names of `_problem_of`."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    return run_forward(_problem_of(inputs, numbers, forms), *inputs)  # type: ignore[call-issue]  (six, which are not counted)
+    return run_forward(_problem_of(inputs, numbers, forms, Band(is_causal, window)), *inputs)  # type: ignore[call-issue]  (six, which are not counted)
 
 
-def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str) -> Problem:
+def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str, band: Band) -> Problem:
     """Return the problem from the divergence's three numbers, strength, scale and dropout, and its three forms."""
     weibull_k, gamma_beta, gamma_alpha, strength, scale, dropout = numbers
     query, key, value, prior, valid, seed = inputs
     layouts = layout(query), layout(key), layout(value), layout(prior)
     noise = Noise(True, strength, dropout, seed.ndim > 0)
     divergence = Divergence(weibull_k, gamma_beta, gamma_alpha, *forms.split())
-    return Problem(*layouts, valid is not None, divergence, noise, scale)
+    return Problem(*layouts, valid is not None, band, divergence, noise, scale)
 
 
 @weibull_forward.register_fake
 def _(query, key, value, prior, valid, seed, *numbers):
-    b, h, m, d = query.shape
-    kl, kept = (query.new_empty(size, dtype=torch.float32) for size in (b, kept_arrays(b * h, m, key.shape[2], d).total))
-    return query.new_empty((b, h, m, value.shape[-1])), kl, kept
+    b, _, m, _ = query.shape
+    arrays = kept_arrays(query.shape, key.shape[2], sum_block(layout(query), layout(value)))
+    kl, kept = (query.new_empty(size, dtype=torch.float32) for size in (b, arrays.total))
+    return rows_first(query, m, value.shape[-1]), kl, kept
 
 
 @torch.library.custom_op("bayesattn::weibull_backward", mutates_args=())
@@ -130,16 +132,19 @@ def weibull_backward(
     kept: Tensor,
     numbers: list[float],
     forms: str,
+    is_causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`run_backward` as torch.compile sees it; the gradient of a prior that is not there is empty."""
+    """`run_backward` as an operator for torch.compile; without a prior its gradient is empty."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    *grads, grad_prior = run_backward(_problem_of(inputs, numbers, forms), aligned(grad), grad_kl, inputs, out, kept)
+    problem = _problem_of(inputs, numbers, forms, Band(is_causal, window))
+    *grads, grad_prior = run_backward(problem, aligned(grad), grad_kl, inputs, queries_first(out), kept)
     return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four)
 
 
 @weibull_backward.register_fake
 def _(grad, grad_kl, query, key, value, prior, *options):
-    grads = (x.new_empty(x.shape) for x in (query, key, value))
+    grads = like_gradients(query, key, value)
     return *grads, grad_kl.new_empty(0 if prior is None else prior.shape)
 
 
@@ -156,7 +161,7 @@ def _differentiate(ctx, grad, grad_kl, *_):
     grad = torch.zeros_like(out) if grad is None else grad
     grad_kl = kept.new_zeros(len(out)) if grad_kl is None else grad_kl
     *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, out, kept, *ctx.options)
-    return *grads, None if inputs[3] is None else grad_prior, *([None] * 4)
+    return *grads, None if inputs[3] is None else grad_prior, *([None] * 6)
 
 
 weibull_forward.register_autograd(_differentiate, setup_context=_keep)

@@ -1,1 +1,1 @@
-"""What the kernels of attention, segments and priors share: launching, precision, random draws, tiles."""
+"""Shared by the kernels of attention, segments and priors: launching, precision, random draws, tiles."""

@@ -36,7 +36,7 @@ def fast_exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def log2_of_minus_log2(x, FAST: tl.constexpr):
-    """In one piece: Triton's minus is a subtraction from zero, while the hardware's logarithm negates for nothing."""
+    """log2(−log2(x)) in one piece: Triton's minus is a subtraction from zero, the hardware's logarithm negates for free."""
     if FAST:
         return tl.inline_asm_elementwise(
             "{.reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 t, t; lg2.approx.ftz.f32 $0, t;}",
@@ -76,7 +76,7 @@ def uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
-    """Turn one word into the log2-noise of two neighbouring keys."""
+    """Turn one word into the log2-noise of two neighboring keys."""
     # 128.0, hidden from the compiler: it would write the constant into the instruction and fetch the permutation each time
     base = tl.where(strength < 0, 0, 0x43000000).to(tl.uint32)
     low, high = uniform(word, base, False, FAST), uniform(word, base, True, FAST)
@@ -107,7 +107,7 @@ def _words(seed, rm, start_n, head, batch, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _as_tile(a0, a1, b0, b1, c0, c1, d0, d1, BM: tl.constexpr, BN: tl.constexpr):
-    """Put what the halves of four words became where their keys are.
+    """Put the numbers made from the halves of four words where their keys are.
 
     A call serves keys 32 g + 8 w + 2 t + half for its four words w and two halves: exactly those that one thread
     holds of a row in the tensor cores' accumulator layout, so nothing has to be moved between threads.
@@ -122,7 +122,7 @@ def noise_tile(
     seed, rm, start_n, head, batch, strength, BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, FAST: tl.constexpr
 ):
     """Return the log2-noise of a tile, as `bayesattn.noise` specifies it."""
-    # Triton's stub says that a call of a kernel's part outside a kernel raises
+    # Triton's type stub declares that calling a device function outside a kernel raises
     w0, w1, w2, w3 = _words(seed, rm, start_n, head, batch, BM, BN)  # type: ignore[misc]
     a0, a1 = draw(w0, strength, WEIBULL, FAST)
     b0, b1 = draw(w1, strength, WEIBULL, FAST)
@@ -133,7 +133,7 @@ def noise_tile(
 
 @triton.jit
 def _kept(word, dropped, kept):
-    """Return the factors of two neighbouring keys."""
+    """Return the factors of two neighboring keys."""
     return tl.where((word & 0xFFFF) >= dropped, kept, 0.0), tl.where((word >> 16) >= dropped, kept, 0.0)
 
 

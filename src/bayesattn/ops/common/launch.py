@@ -1,8 +1,8 @@
 """Launch a Triton kernel, cheaply, and count it.
 
-Triton looks at every argument of every launch to find the compiled kernel: for the forty of ours that takes longer than a
-short sequence keeps a GPU busy. Here all arguments but the pointers are put together once (a `Launch`); a call finds its
-kernel by types and alignment of the pointers, and goes to the compiled kernel's own launcher.
+Triton inspects every argument of every launch to find the compiled kernel: for our forty arguments that takes longer than a
+short sequence keeps a GPU busy. Here all arguments but the pointers are prepared once (a `Launch`); a call finds its kernel
+by types and alignment of the pointers, and calls the compiled kernel's own launcher.
 """
 
 import functools
@@ -19,9 +19,9 @@ from bayesattn.ops.attention.support import INTERPRETED
 # how often each kernel was launched, so that a test can prove which one ran
 LAUNCHES: Counter[str] = Counter()
 
-# kernels by what they were compiled for
+# compiled kernels, by what they were compiled for
 _COMPILED: dict[tuple, Any] = {}
-# launches that `prepared` keeps; the lengths of a data set, times the kernels
+# launches that `prepared` keeps: enough for the lengths of a data set, times the kernels
 _MOST = 8192
 _LARGEST_INT32 = 2**31 - 1
 
@@ -40,9 +40,9 @@ class Launch:
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.name = kernel.fn.__name__.removesuffix("_kernel")
         self.grid = grid + (1,) * (3 - len(grid))
-        # a compiled kernel takes everything by position, constants too; options are no arguments
+        # a compiled kernel takes everything by position, constants too; options are not arguments
         self._rest = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
-        self._kind = (kernel.fn, *constants.items(), *map(_specialisation, numbers))
+        self._kind = (kernel.fn, *constants.items(), *map(_specialization, numbers))
         self._found: dict[tuple, Any] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
@@ -59,10 +59,10 @@ class Launch:
             self._launch(pointers, device.index)
 
     def _launch(self, pointers: tuple[Tensor | None, ...], index: int | None) -> None:
-        # an address spares Triton's launcher a method call and a question to the driver for every pointer
+        # an address saves Triton's launcher a method call and a driver query per pointer
         addresses = [None if x is None else x.data_ptr() for x in pointers]
-        # what Triton compiles for, the type of a pointer and whether it is a multiple of sixteen bytes; and where it points
-        # to: a tensor elsewhere is news, and Triton, who is given the tensors of those, refuses it
+        # what Triton compiles for (the type of a pointer and whether it is a multiple of sixteen bytes) and the device: with
+        # another device the lookup fails, and Triton, which then gets the tensors, refuses it
         facts = (
             index,
             *[x if x is None else x.dtype for x in pointers],
@@ -87,17 +87,17 @@ class Launch:
 
 @functools.lru_cache(maxsize=_MOST, typed=True)
 def prepared(kernel: Any, grid: tuple[int, ...], *numbers: int | float | None, **constants: object) -> Launch:
-    """Return the launch of these arguments; the same one again for the same, where 2 and 2.0 are not."""
+    """Return the launch of these arguments, cached by value and type: 2 and 2.0 differ."""
     return Launch(kernel, grid, numbers, constants)
 
 
 def _is_observed() -> bool:
-    """Whether a profiler wants to hear of launches, which only Triton's own way tells it."""
+    """Whether a profiler has launch hooks, which only Triton's own path calls."""
     hooks = knobs.runtime.launch_enter_hook
     return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
-def _specialisation(number: object) -> object:
+def _specialization(number: object) -> object:
     """Return what Triton compiles for: the kind of a number, and whether an integer is 1 or a multiple of 16."""
     if type(number) is not int:
         return type(number)

@@ -7,6 +7,8 @@ bfloat16, so three products on tensor cores, which add up in float32, are the ex
 import triton
 import triton.language as tl
 
+from bayesattn.ops.common.tiles import block_and_head
+
 
 @triton.jit
 def _network(W1, B1, W2, network, rd, rh, D, HIDDEN):
@@ -70,9 +72,9 @@ def prior_logits_kernel(
     BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Prior logits of one block of keys."""
-    bh = tl.program_id(1)
+    block, bh, _blocks = block_and_head(N, BN)  # type: ignore[misc]
     batch, head, network = (bh // H).to(tl.int64), (bh % H).to(tl.int64), (bh % H) % NETWORKS
-    rn, rd, rh = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
+    rn, rd, rh = block * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
     w1, b1, w2 = _network(W1, B1, W2, network, rd, rh, D, HIDDEN)  # type: ignore[misc]  (a jitted call's type is not known)
     k = _keys(K + batch * stride_kb + head * stride_kh, rn, rd, stride_kn, N, D)
     hidden = _product(k, w1, WIDEN) + b1[None, :]

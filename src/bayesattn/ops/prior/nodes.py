@@ -1,4 +1,4 @@
-"""The contextual prior of a graph's nodes before it is computed: attention on edges may do that in its own autograd node."""
+"""The contextual prior of a graph's nodes, not yet computed: attention on edges may do so in its own autograd node."""
 
 from typing import NamedTuple
 

@@ -8,14 +8,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, layout, padded
+from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, grid_of, layout, padded
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.common.launch import Launch, prepared
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
-# a head with more keys, the nodes of a graph: wide blocks for its one program, and no sum over it for every block of keys
+# a head with more keys than this (nodes of a graph) gets wide blocks for its one program, and its sum is computed once
 MANY_KEYS, WIDE_BLOCK = 8192, 4096
 # keys of a block and programs of the backward pass, which also holds its sums in registers: two or four programs for each
 # multiprocessor of a large GPU
@@ -32,7 +32,8 @@ def log_prior(
     valid: Bool[Tensor, "#b #h n"] | None,
 ) -> Float[Tensor, "b h 1 n"]:
     """Return ln Ψ of every key in float32, as `priors.ContextualPrior` defines it."""
-    return _LogPrior.apply(key, weight_in, bias_in, weight_out, bias_out, valid)
+    run = log_prior_operator if torch.compiler.is_compiling() else _LogPrior.apply
+    return run(key, weight_in, bias_in, weight_out, bias_out, valid)
 
 
 def log_prior_of_nodes(
@@ -52,7 +53,7 @@ def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int,
     """Return the launches of the logits and of their log-softmax; `valid`: its strides over examples and heads."""
     b, h, n, d = key.shape
     logits = prepared(
-        kernels.prior_logits_kernel, (blocks_of(n, BLOCK_KEYS), b * h), *key.strides[:3], h, networks, n, d, hidden,
+        kernels.prior_logits_kernel, grid_of(n, BLOCK_KEYS, b * h), *key.strides[:3], h, networks, n, d, hidden,
         **_shared(d, hidden), BN=BLOCK_KEYS,
     )  # fmt: skip
     sizes = {"BLOCK": WIDE_BLOCK, "num_warps": 8} if n > MANY_KEYS else {"BLOCK": BLOCK}
@@ -89,47 +90,116 @@ def _strides(valid: Tensor | None) -> tuple[int, int] | None:
     return None if valid is None else (valid.stride(0), valid.stride(1))
 
 
+def _forward(key: Tensor, weights: Sequence[Tensor], valid: Tensor | None) -> Tensor:
+    """Return ln Ψ, outside of autograd, from aligned keys, contiguous weights, and the result of `_expanded` for `valid`."""
+    (b, h, n, _), (networks, _, hidden) = key.shape, weights[0].shape
+    logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
+    out = torch.empty_like(logits)
+    compute, normalize = _forward_launches(layout(key), networks, hidden, _strides(valid))
+    compute(key, *weights, logits)
+    normalize(logits, logits if valid is None else valid, out)
+    return out
+
+
+def _expanded(valid: Tensor | None, key: Tensor) -> Tensor | None:
+    if valid is None:
+        return None
+    valid = valid.expand(key.shape[:3])
+    return valid if valid.stride(-1) == 1 else valid.contiguous()
+
+
+def _backward(
+    grad: Tensor, key: Tensor, weights: Sequence[Tensor], valid: Tensor | None, out: Tensor, need_key: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients of the keys, if needed, and of the network, the latter one after the other."""
+    networks, _, hidden = weights[0].shape
+    grad_key = key.new_empty(key.shape) if need_key else None
+    launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), need_key)
+    sums = out.new_empty(shape)
+    totals = out
+    if key.shape[2] > MANY_KEYS:
+        # a masked key may have a gradient, which is dropped
+        totals = (grad if valid is None else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
+    launch(
+        key, *weights[:3], out if valid is None else valid, out, grad, totals, key if grad_key is None else grad_key, sums
+    )
+    return grad_key, sums.sum(dim=0)
+
+
 class _LogPrior(torch.autograd.Function):
     @staticmethod
     def forward(ctx, key, weight_in, bias_in, weight_out, bias_out, valid):
-        key = aligned(key)
-        (b, h, n, _), (networks, _, hidden) = key.shape, weight_in.shape
+        key, valid = aligned(key), _expanded(valid, key)
         weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
-        logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
-        out = torch.empty_like(logits)
-        valid = None if valid is None else valid.expand(b, h, n)
-        if valid is not None and valid.stride(-1) != 1:
-            valid = valid.contiguous()
-        compute, normalise = _forward_launches(layout(key), networks, hidden, _strides(valid))
-        compute(key, *weights, logits)
-        normalise(logits, logits if valid is None else valid, out)
+        out = _forward(key, weights, valid)
         ctx.save_for_backward(key, *weights, valid, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        key, weight_in, bias_in, weight_out, bias_out, valid, out = ctx.saved_tensors
-        networks, _, hidden = weight_in.shape
-        grad_key = key.new_empty(key.shape) if ctx.needs_input_grad[0] else None
-        launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), grad_key is not None)
-        sums = out.new_empty(shape)
-        totals = out
-        if key.shape[2] > MANY_KEYS:
-            # a masked key may have a gradient, which is of no use
-            totals = (grad if valid is None else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
-        launch(
-            key, weight_in, bias_in, weight_out, out if valid is None else valid, out, grad, totals,
-            key if grad_key is None else grad_key, sums,
-        )  # fmt: skip
-        return grad_key, *_add_up(sums, (weight_in, bias_in, weight_out, bias_out)), None
+        key, *weights, valid, out = ctx.saved_tensors
+        grad_key, flat = _backward(grad, key, weights, valid, out, ctx.needs_input_grad[0])
+        return grad_key, *_unflatten(flat, weights), None
 
 
-def _add_up(sums: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the network from the rows that programs left."""
-    # what torch does with the buckets of DDP: one call, where a split and four views would be five
-    grads = _unflatten_dense_tensors(sums.sum(dim=0), weights)
-    return grads if weights[0].dtype == sums.dtype else [x.to(y.dtype) for x, y in zip(grads, weights, strict=True)]
+@torch.library.custom_op("bayesattn::log_prior", mutates_args=())
+def log_prior_operator(
+    key: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, valid: Tensor | None
+) -> Tensor:
+    """`_LogPrior` as an operator for torch.compile."""
+    weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
+    return _forward(aligned(key), weights, _expanded(valid, key))
+
+
+@log_prior_operator.register_fake
+def _(key, weight_in, bias_in, weight_out, bias_out, valid):
+    return key.new_empty((*key.shape[:2], 1, key.shape[2]), dtype=torch.float32)
+
+
+@torch.library.custom_op("bayesattn::log_prior_backward", mutates_args=())
+def log_prior_backward(
+    grad: Tensor,
+    key: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+    valid: Tensor | None,
+    out: Tensor,
+    need_key: bool,
+) -> tuple[Tensor, Tensor]:
+    """Its gradients, those of the network one after the other; that of keys is empty where it is not needed."""
+    weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
+    grad_key, flat = _backward(grad, aligned(key), weights, _expanded(valid, key), out, need_key)
+    return key.new_empty(0) if grad_key is None else grad_key, flat
+
+
+@log_prior_backward.register_fake
+def _(grad, key, weight_in, bias_in, weight_out, bias_out, valid, out, need_key):
+    size = sum(x.numel() for x in (weight_in, bias_in, weight_out, bias_out))
+    return key.new_empty(key.shape if need_key else 0), out.new_empty(size)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, output)
+    ctx.need_key = ctx.needs_input_grad[0]
+
+
+def _differentiate(ctx, grad):
+    *inputs, out = ctx.saved_tensors
+    grad_key, flat = log_prior_backward(grad, *inputs, out, ctx.need_key)
+    return grad_key if ctx.need_key else None, *_unflatten(flat, inputs[1:5]), None
+
+
+log_prior_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _unflatten(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of the network from one array of all."""
+    # as torch does with the buckets of DDP: one call instead of five (a split and four views)
+    grads = _unflatten_dense_tensors(flat, weights)
+    return grads if weights[0].dtype == flat.dtype else [x.to(y.dtype) for x, y in zip(grads, weights, strict=True)]
 
 
 def _nodes_layout(key: Tensor) -> Layout:
@@ -144,16 +214,16 @@ def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tenso
     logits = key.new_empty((h, n), dtype=torch.float32)
     out = torch.empty_like(logits)
     networks, _, hidden = weights[0].shape
-    compute, normalise = _forward_launches(_nodes_layout(key), networks, hidden, (0, 0))
+    compute, normalize = _forward_launches(_nodes_layout(key), networks, hidden, (0, 0))
     compute(key, *weights, logits)
-    normalise(logits, used, out)
+    normalize(logits, used, out)
     return out.t()
 
 
 def nodes_backward(
     key: Tensor, weights: Sequence[Tensor], used: Tensor, out: Tensor, grad: Tensor, need_key: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of keys [heads, nodes, features], if needed, and weights, from what `nodes_forward` had."""
+    """Return the gradients of keys [heads, nodes, features], if needed, and weights, given the inputs of `nodes_forward`."""
     (n, h, d), (networks, _, hidden) = key.shape, weights[0].shape
     grad_key = key.new_empty((h, n, d)) if need_key else None
     strides = (0, grad.stride(1), 0, grad.stride(0))
@@ -162,7 +232,7 @@ def nodes_backward(
     # a node without an edge has no gradient
     totals = grad.sum(dim=0) if n > MANY_KEYS else out
     launch(key, *weights[:3], used, out, grad, totals, key if grad_key is None else grad_key, sums)
-    return grad_key, *_add_up(sums, weights)
+    return grad_key, *_unflatten(sums.sum(dim=0), weights)
 
 
 class _LogNodePrior(torch.autograd.Function):

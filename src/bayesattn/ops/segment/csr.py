@@ -26,7 +26,7 @@ def _matrix(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int,
 
 
 def _spend_beta_warning() -> None:
-    """Torch warns once a process that its CSR tensors may change and go unchecked; nobody here can do anything about it."""
+    """Torch warns once per process that CSR tensors are in beta and unchecked, which users cannot change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support")
         warnings.filterwarnings("ignore", "Sparse invariant checks")
@@ -197,7 +197,7 @@ def _dot(x: Tensor, value: Tensor, edges: Edges) -> Tensor:
     """Return x_target(e) · v_source(e) of every edge: the dense product at the non-zeros of the weights."""
     (r, h, d), n, e = x.shape, value.shape[0], len(edges)
     if x.is_cuda:
-        # two gathers and a sum: cheap beside the scatter that a GPU is spared by the sparse products
+        # two gathers and a sum: cheap compared with the scatter that the sparse products save a GPU
         return (_lift(x, edges, "target") * _lift(value, edges, "source")).sum(dim=-1)
     pattern = _matrix(*_blocks(edges, h), x.new_zeros(h * e), (h * r, n * h))
     rows, columns = x.transpose(0, 1).reshape(h * r, d), value.reshape(n * h, d).T
@@ -209,7 +209,7 @@ def _lift(x: Tensor, edges: Edges, side: Side) -> Tensor:
 
 
 def _sum(x: Tensor, edges: Edges, side: Side) -> Tensor:
-    # sums are float32 or better, and the sparse products know nothing less
+    # sums are float32 or better, and the sparse products support nothing less
     wide = torch.promote_types(x.dtype, torch.float32)
     matrix = _sum_matrix(edges, side, wide)
     return (matrix @ x.to(wide).flatten(1)).to(x.dtype).view(matrix.shape[0], *x.shape[1:])

@@ -1,8 +1,8 @@
 """The edges of a graph, sorted by target once: rows of a sparse attention matrix, in CSR form both ways.
 
 An edge e = (j → i) is one entry of the attention matrix: the target i attends, the source j is attended to. Sorted by
-target, the edges of a row lie together, so sums over them need no scatter. `order[p]` is the number that the edge at
-position p was given with; noise belongs to that number.
+target, the edges of a row lie together, so sums over them need no scatter. `order[p]` is the original number of the edge at
+position p; noise belongs to that number.
 """
 
 from collections.abc import Callable, Hashable
@@ -25,7 +25,14 @@ class Edges:
         target: Node that attends.
         num_sources: Number of nodes that may be sources.
         num_targets: Number of nodes that may be targets; the same nodes unless the graph is bipartite.
-        order: The number each edge was given with; None where the edges are in the order they were given in.
+        order: The original number of each edge; None where the edges are in their original order.
+
+    Example:
+        >>> edges = Edges.sort(torch.tensor([2, 0, 1]), torch.tensor([1, 0, 0]), 3, 3)  # 2 → 1, 0 → 0, 1 → 0
+        >>> edges.target, edges.degree
+        (tensor([0, 0, 1]), tensor([2, 1, 0]))
+        >>> edges.to_given(edges.source)  # back in the order that they were given in
+        tensor([2, 0, 1])
     """
 
     source: Int[Tensor, " e"]
@@ -45,7 +52,7 @@ class Edges:
         *,
         check: bool = True,
     ) -> "Edges":
-        """Sort the edges by target; unless told not to (it waits for the device), check their end points first.
+        """Sort the edges by target; unless `check` is False (it waits for the device), check their end points first.
 
         Raises:
             ValueError: An end point is negative or not below the number of nodes on its side.
@@ -54,7 +61,7 @@ class Edges:
             if check and nodes.numel():
                 low, high = (int(x) for x in torch.aminmax(nodes))
                 if low < 0 or high >= limit:
-                    raise ValueError(f"{name} of the edges has entries in [{low}, {high}]; allowed: [0, {limit - 1}]")
+                    raise ValueError(f"{name} of the edges must be in [0, {limit - 1}], got entries in [{low}, {high}]")
         order = torch.argsort(target, stable=True)
         return cls(source[order], target[order], num_sources, num_targets, order)
 
@@ -63,17 +70,17 @@ class Edges:
 
     @property
     def numbers(self) -> Int[Tensor, " e"]:
-        """The numbers the edges were given with, which their noise belongs to."""
+        """The original numbers of the edges, to which their noise belongs."""
         return torch.arange(len(self), device=self.source.device) if self.order is None else self.order
 
     def memo(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return what `build` made when first asked for `key`: index arrays of a backend live as long as the edges."""
+        """Return the cached result of `build` for `key`: index arrays of a backend live as long as the edges."""
         if key not in self._memo:
             self._memo[key] = build()
         return self._memo[key]
 
     def from_given(self, x: Shaped[Tensor, "e *f"]) -> Shaped[Tensor, "e *f"]:
-        """Bring values per edge from the order the edges were given in into this one."""
+        """Reorder values per edge from the original order into this one."""
         return x if self.order is None else x.index_select(0, self.order)
 
     def to_given(self, x: Shaped[Tensor, "e *f"]) -> Shaped[Tensor, "e *f"]:

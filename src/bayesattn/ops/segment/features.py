@@ -23,7 +23,7 @@ PROGRAMS = 264
 
 
 def parts(scores: Tensor | PairScores | FeatureScores) -> tuple[Tensor, Tensor | None, float | None, bool]:
-    """Return scores as an autograd node can be given them: one tensor or two, the slope, whether they meet the features."""
+    """Return scores as arguments of an autograd node: one tensor or two, the slope, whether they are vectors of features."""
     if isinstance(scores, FeatureScores):
         return scores.att_source, scores.att_target, scores.negative_slope, True
     if isinstance(scores, PairScores):
@@ -34,7 +34,7 @@ def parts(scores: Tensor | PairScores | FeatureScores) -> tuple[Tensor, Tensor |
 def opened(
     first: Tensor, second: Tensor | None, negative_slope: float | None, of_features: bool, value: Tensor, num_edges: int
 ) -> tuple[Tensor, PairScores | None]:
-    """Return the scores of the edges, and what they are made of, from their parts.
+    """Return the scores of the edges, and the pair they are made of, from their parts.
 
     Either the first part is the scores; or the scores are empty, for a kernel to write them.
     """
@@ -66,7 +66,7 @@ def _products(features: Tensor, att_source: Tensor, att_target: Tensor) -> tuple
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _grad_launch(n: int, h: int, d: int, has_key: bool) -> tuple[Launch, int]:
-    """Return the launch, and the number of rows it leaves."""
+    """Return the launch, and the number of rows it writes."""
     sizes = node_blocks(h * d)
     rows = min(blocks_of(n, sizes["BN"]), PROGRAMS)
     grid = (rows, blocks_of(h * d, sizes["BC"]))

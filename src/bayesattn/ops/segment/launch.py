@@ -7,7 +7,7 @@ from torch import Tensor
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.segment.edges import Edges
 
-# a row with more edges than this is several runs, so that a hub keeps many programs busy instead of one for long
+# a row with more edges than this is several runs, so that a hub is shared by many programs
 LONGEST_RUN = 512
 
 # entries of a tile [edges, heads, features], and how many of them a warp takes: fewer where the output's row is long
@@ -37,11 +37,11 @@ def _power_of_two(x: int) -> int:
 
 
 def runs(edges: Edges, side: str) -> Runs:
-    """Return where the runs of edges begin and which node each belongs to; as many as nodes are one for each of them."""
+    """Return where the runs of edges begin and which node each belongs to; with as many runs as nodes, each has one."""
     pointers = edges.source_pointers if side == "source" else edges.target_pointers
 
     def build() -> Runs:
-        # the number of runs is bounded without looking at the degrees; a compiler must not look
+        # the number of runs is bounded without reading the degrees, which a compiler cannot do
         has_nodes = len(pointers) > 1
         if not has_nodes or (not torch.compiler.is_compiling() and int(pointers.diff().max()) <= LONGEST_RUN):
             return pointers, torch.arange(len(pointers) - 1, dtype=torch.int32, device=pointers.device)
@@ -65,7 +65,7 @@ def split_rows(pointers: Int32[Tensor, " n1"], num_edges: int, longest: int) -> 
 
 
 def kernel_constants(heads: int, features: int, dtype: torch.dtype, **switches: object) -> dict:
-    """Return what a kernel is compiled for: tile sizes, switches and precision."""
+    """Return the constants of a kernel: tile sizes, switches and precision."""
     return {**blocks(heads, features), **switches, "FAST": dtype != torch.float32 and not INTERPRETED}
 
 
@@ -76,7 +76,7 @@ def prepare_blocks(features: int) -> dict[str, int]:
 
 
 def node_blocks(columns: int) -> dict[str, int]:
-    """Return the tile of the kernel that adds up over nodes: some of them by some of their heads × features."""
+    """Return the tile of the kernel that adds up over nodes: nodes by a part of their heads × features."""
     bc = min(128, _power_of_two(columns))
     return {"BN": NODE_TILE // bc, "BC": bc}
 

@@ -1,9 +1,9 @@
-"""Scores of edges that are a sum of something of the source and something of the target, as GAT's are.
+"""Scores of edges that are the sum of a source part and a target part, as in GAT.
 
     Φ_e = leaky_relu(a_source(e) + b_target(e))
 
-The kernels add them up where they need them, and sum their gradients over the edges of a node, so that neither gathers nor
-scatters have to be asked of the device one by one.
+The kernels add them up where they need them, and sum their gradients over the edges of a node, so that no separate gathers
+and scatters are launched.
 """
 
 from types import ModuleType
@@ -17,12 +17,20 @@ from bayesattn.ops.segment.edges import Edges
 
 
 class PairScores(NamedTuple):
-    """What the scores of edges are made of.
+    """The two parts of the scores of edges.
 
     Attributes:
         source: a of every node that may be a source.
         target: b of every node that may be a target.
         negative_slope: Of the LeakyReLU; not negative, so that the sign of a score is that of the sum.
+
+    Example:
+        >>> import torch
+        >>> from bayesattn.ops.segment import plain
+        >>> edges = Edges.sort(torch.tensor([0, 1]), torch.tensor([0, 0]), 2, 2)
+        >>> pair = PairScores(torch.tensor([[1.0], [-3.0]]), torch.tensor([[1.0], [0.0]]), 0.2)
+        >>> pair.on_edges(edges, plain).flatten()
+        tensor([ 2.0000, -0.4000])
     """
 
     source: Float[Tensor, "n h"]
@@ -31,20 +39,28 @@ class PairScores(NamedTuple):
 
     def on_edges(self, edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
         """Return Φ of every edge, by the gathers of `plain` or `csr`."""
-        # both are gathers of this call alone, and can be written over
+        # both are gathers of this call alone, and can be overwritten
         scores = ops.lift_source(self.source, edges).add_(ops.lift_target(self.target, edges))
         return F.leaky_relu(scores, self.negative_slope, inplace=True)
 
 
 class FeatureScores(NamedTuple):
-    """What the two parts are made of where sources and targets are the same nodes: a = x · att_source, b = x · att_target.
+    """Features that give both parts where sources and targets are the same nodes: a = x · att_source, b = x · att_target.
 
     Attributes:
-        features: x of every node, split into heads; where it is also the value of the attention, the very same tensor,
-            the kernels compute the products.
+        features: x of every node, split into heads; if the same tensor is also the value of the attention, the kernels
+            compute the products.
         att_source: GAT's vector for sources.
         att_target: For targets.
         negative_slope: Of the LeakyReLU; not negative.
+
+    Example:
+        >>> import torch
+        >>> features, att = torch.ones(3, 2, 4), torch.ones(1, 2, 4)  # three nodes, two heads
+        >>> FeatureScores(features, att, -att, 0.2).pair().source
+        tensor([[4., 4.],
+                [4., 4.],
+                [4., 4.]])
     """
 
     features: Float[Tensor, "n h d"]

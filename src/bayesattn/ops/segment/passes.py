@@ -1,4 +1,4 @@
-"""The two passes over the edges of a graph: kernel launches, and rows put together again where they were split into runs."""
+"""The two passes over the edges of a graph: kernel launches, and rows merged again where they were split into runs."""
 
 import functools
 import math
@@ -15,12 +15,12 @@ from bayesattn.ops.segment.edges import Edges
 from bayesattn.ops.segment.launch import kernel_constants, prepare_blocks, runs, sum_blocks
 from bayesattn.ops.segment.pairs import PairScores
 
-# what the prior of the kernels is: one number for all, a row per source, a row per edge
+# kinds of prior: one number for all, a row per source, a row per edge
 CONSTANT, PER_SOURCE, PER_EDGE = 0, 1, 2
 
 
 class Indices(NamedTuple):
-    """What the kernels need to know of a graph, with 32-bit indices; see `Edges` and `launch.runs`."""
+    """The kernels' view of a graph, with 32-bit indices; see `Edges` and `launch.runs`."""
 
     source: Tensor
     target: Tensor
@@ -34,7 +34,7 @@ class Indices(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Family and strength of the noise, and the prior: one number, or of which kind it is."""
+    """Family and strength of the noise, and the prior: one number, or its kind."""
 
     weibull: bool
     strength: float
@@ -43,7 +43,7 @@ class Draw(NamedTuple):
 
 
 def indices_of(edges: Edges) -> Indices:
-    """Return the indices, the same ones for as long as the edges live."""
+    """Return the indices, which are cached as long as the edges live."""
 
     def build() -> Indices:
         source, target, numbers = (x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers))
@@ -77,7 +77,7 @@ def forward(
     need_moments: bool,
     pair: PairScores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not asked for is empty.
+    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not needed is empty.
 
     With a pair, the scores are made of it, and written into `scores`.
     """
@@ -102,7 +102,7 @@ def forward(
         lse = rows
         if need_lse:
             clean = _merge(clean * math.log2(math.e), nodes, num_targets) * math.log(2.0)
-            # a row without an edge is 0, as everywhere; no edge looks there
+            # a row without an edge is 0, as everywhere; no edge reads it
             clean = torch.where(clean == -math.inf, 0.0, clean)
         if need_moments:
             first, second = (_add_runs(x, nodes, num_targets) for x in (first, second))
@@ -122,7 +122,7 @@ def _add_runs(x: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
 
 
 class Divergent(NamedTuple):
-    """What the backward pass knows of a KL that it differentiates itself: `edge_prepare_kernel` says what is what."""
+    """Inputs for a KL that the backward pass differentiates itself; `edge_prepare_kernel` documents them."""
 
     slope: float
     log_beta: float
@@ -151,15 +151,15 @@ def prepare(
     grad_kl: Tensor | None = None,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return δ = O · dO of every row; with a KL the gradient of the clean LSEs and `pull`, else nothing of use."""
+    """Return δ = O · dO of every row; with a KL the gradient of the clean LSEs and `pull`, else unused."""
     n, h, d = out.shape
     delta = out.new_empty((n, h))
-    # a pointer that no switch writes to still has to be one; without a row nobody writes `pull`, and the prior's gradient
-    # is a multiple of it
+    # an unused pointer still has to be valid; without a row `pull` is never written, and the prior's gradient is a multiple
+    # of it
     grad_lse, pull = delta, delta
     if divergent is not None:
         grad_lse, pull = torch.empty_like(delta), out.new_empty(1) if n else out.new_zeros(1)
-    # a pointer that no switch reads still has to be one
+    # an unused pointer still has to be valid
     read = [out if x is None else x for x in (clean, first, grad_kl, num_rows)]
     if out.numel():
         _prepare_launch(n * h, d, divergent)(out, grad, *read, delta, grad_lse, pull)

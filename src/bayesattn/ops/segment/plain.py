@@ -1,4 +1,4 @@
-"""What attention on edges is made of, in torch's gather and scatter: any device, any order of the edges, any compiler.
+"""The operations of attention on edges, by torch's gather and scatter: any device, any order of the edges, any compiler.
 
 `csr` has the same functions for sorted edges on a CPU, several times faster; `reference` is written in terms of either.
 """
@@ -42,7 +42,7 @@ def softmax(
 def logsumexp(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "r h"]:
     """Return ln Σ exp Φ_e over the edges of every target; 0 where there is none."""
     rows = scores.new_zeros(edges.num_targets, scores.shape[1])
-    # the largest score only shifts: no gradient through it, and 0 where a row has no edge
+    # the largest score is only a shift: no gradient through it, and 0 where a row has no edge
     index = edges.target[:, None].expand_as(scores)
     largest = rows.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
     total = sum_by_target(torch.exp(scores - lift_target(largest, edges)), edges)

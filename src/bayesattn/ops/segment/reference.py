@@ -22,18 +22,26 @@ from bayesattn.ops.segment.draws import edge_log_noise
 from bayesattn.ops.segment.edges import Edges
 from bayesattn.precision import upcast
 
-PriorScope = Literal["graph", "neighbourhood"]
+PriorScope = Literal["graph", "neighborhood"]
 PRIOR_SCOPES = get_args(PriorScope)
 
 
 class EdgeAttention(NamedTuple):
-    """What attention on edges returns.
+    """The result of attention on edges.
 
     Attributes:
         output: Features of every target; 0 where it has no edge.
         weights: Sampled weights of the edges; None where a kernel never stored them.
         dropped: The weights after dropout.
-        kl: KL of the graph, one entry; None if it was not asked for.
+        kl: KL of the graph, one entry; None if it was not requested.
+
+    Example:
+        >>> from bayesattn.functional import edge_attention
+        >>> edges = Edges.sort(torch.tensor([0, 1]), torch.tensor([0, 0]), 2, 2)
+        >>> config = AttentionConfig("soft")
+        >>> found = edge_attention(torch.zeros(2, 1), torch.ones(2, 1, 4), edges, config=config, need_weights=True)
+        >>> found.weights.flatten(), found.output[:, 0, 0]  # node 1 has no edge
+        (tensor([0.5000, 0.5000]), tensor([1., 0.]))
     """
 
     output: Float[Tensor, "r h d"]
@@ -83,8 +91,8 @@ def kl_total(
     """Return KL(q(S) ‖ p(S)) of the whole graph, reduced as `config.kl_reduction` says; one entry: a graph is one example.
 
     Args:
-        scores: Φ before any normalisation.
-        log_prior: ln Ψ of every source, normalised over the graph; None for a fixed prior.
+        scores: Φ before any normalization.
+        log_prior: ln Ψ of every source, normalized over the graph; None for a fixed prior.
         edges: The graph.
         config: Family, prior and conventions.
         prior_scope: Whether Ψ is a softmax over all sources of the graph or over those of each target.
@@ -106,7 +114,7 @@ def kl_by_head(
     phi = scores - ops.lift_target(lse, edges) if config.score_form == "log_softmax" else scores
     if log_prior is not None:
         log_prior = log_prior.to(scores.dtype)
-        if prior_scope == "neighbourhood":
+        if prior_scope == "neighborhood":
             log_prior = edge_log_prior(log_prior, edges, ops)
     if config.family == "weibull":
         return _weibull_entries(phi, log_prior, prior_scope, edges, config, ops) + weibull_rows(lse, edges, config)
@@ -115,7 +123,7 @@ def kl_by_head(
 
 
 def edge_log_prior(log_prior: Float[Tensor, "n h"], edges: Edges, ops: ModuleType = plain) -> Float[Tensor, "e h"]:
-    """Return ln Ψ of every edge, normalised over the edges of its target: softmax does not mind the former constant."""
+    """Return ln Ψ of every edge, normalized over the edges of its target; the normalization over the graph cancels."""
     lifted = ops.lift_source(log_prior, edges)
     return lifted - ops.lift_target(ops.logsumexp(lifted, edges), edges)
 
@@ -128,7 +136,7 @@ def log_alpha(log_prior: Float[Tensor, "x h"] | None, config: AttentionConfig, l
 
 
 def reduce_kl(kl: Float[Tensor, ""], edges: Edges, heads: int, config: AttentionConfig) -> Float[Tensor, " 1"]:
-    """Divide the KL of the graph by what `config.kl_reduction` says: nothing, its rows or its entries."""
+    """Divide the KL of the graph as `config.kl_reduction` says: by nothing, by its rows or by its entries."""
     if config.kl_reduction == "sum":
         return kl.view(1)
     rows = max(len(edges), 1) if config.kl_reduction == "mean" else edges.num_rows.clamp(min=1)
@@ -144,10 +152,10 @@ def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: Attentio
     if log_prior is None:
         log_a = log_alpha(None, config, phi)
         return len(phi) * weibull_gamma_key_term(log_a, **constants)[0] - config.gamma_alpha * phi.sum(dim=0)
-    if prior_scope == "neighbourhood":
+    if prior_scope == "neighborhood":
         log_a = log_alpha(log_prior, config, phi)
         return (weibull_gamma_key_term(log_a, **constants) - torch.exp(log_a) * phi).sum(dim=0)
-    # a node that is nobody's source has ln Ψ = −inf; it counts nowhere, but 0 · inf would be NaN
+    # a node that is no edge's source has ln Ψ = −inf; it is not counted, but 0 · inf would be NaN
     log_a = log_alpha(zero_where_unused(log_prior, edges), config, phi)
     key_term = edges.out_degree[:, None] * weibull_gamma_key_term(log_a, **constants)
     sums = key_term.expand(-1, phi.shape[1]) - torch.exp(log_a) * ops.sum_by_source(phi, edges)
@@ -172,5 +180,5 @@ def _location(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig
 
 
 def zero_where_unused(log_prior: Float[Tensor, "n h"], edges: Edges) -> Float[Tensor, "n h"]:
-    """Replace ln Ψ = −inf of nodes that are nobody's source."""
+    """Replace ln Ψ = −inf of nodes that are no edge's source."""
     return torch.where((edges.out_degree > 0)[:, None], log_prior, 0.0)

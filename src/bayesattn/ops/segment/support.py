@@ -22,7 +22,7 @@ class EdgeCall(NamedTuple):
 
 
 def why_not_csr(call: EdgeCall) -> str:
-    """Sparse products on a CPU, outside compilers and function transforms, which cannot see through them."""
+    """Sparse products on a CPU, outside compilers and function transforms, which cannot trace them."""
     if call.scores.device.type != "cpu":
         return f"the tensors are on {call.scores.device.type}, not on the CPU"
     if call.scores.dtype not in (torch.float32, torch.float64):
@@ -33,7 +33,7 @@ def why_not_csr(call: EdgeCall) -> str:
 
 
 def why_not_triton(call: EdgeCall) -> str:
-    """The Triton kernels: a GPU (or Triton's interpreter), sampled weights, up to 256 features a head."""
+    """The Triton kernels: a GPU (or Triton's interpreter), sampled weights, up to 256 features per head."""
     if not HAS_TRITON:
         return "triton is not installed"
     if call.scores.device.type != "cuda" and not INTERPRETED:

@@ -45,7 +45,7 @@ def attention(
     need_kl: bool,
     need_weights: bool,
 ) -> EdgeAttention:
-    """Return output and KL of one draw, and its weights if asked for, which then cost what the reference costs."""
+    """Return output and KL of one draw, and its weights if needed, which then cost as much as the reference."""
     if isinstance(scores, FeatureScores) and scores.features is not value:
         scores = scores.pair()
     if not isinstance(scores, Tensor) and (need_weights or torch.compiler.is_compiling()):
@@ -72,15 +72,15 @@ def _attention(
     seed: Tensor,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"] | None]:
-    """Return output and KL, the KL by torch operations on what the kernels return of every row."""
+    """Return output and KL, the KL by torch operations on the kernels' results per row."""
     is_weibull = config.family == "weibull"
     strength = 1.0 / config.weibull_k if is_weibull else config.sigma_q * math.log2(math.e)
     if log_prior is not None:
         log_prior = zero_where_unused(log_prior.to(torch.float32), edges)
-        if prior_scope == "neighbourhood":
+        if prior_scope == "neighborhood":
             log_prior = edge_log_prior(log_prior, edges)
     prior, constant = _prior(log_prior, config) if need_kl else (None, 0.0)
-    kind = CONSTANT if prior is None else PER_EDGE if prior_scope == "neighbourhood" else PER_SOURCE
+    kind = CONSTANT if prior is None else PER_EDGE if prior_scope == "neighborhood" else PER_SOURCE
     need_lse = need_kl and (is_weibull or config.score_form == "log_softmax")
     draw, indices = Draw(is_weibull, strength, constant, kind), indices_of(edges)
     if torch.compiler.is_compiling():
@@ -97,7 +97,7 @@ def _attention(
 
 
 def _prior(log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | None, float]:
-    """Return α (Weibull) or μ (lognormal) as a tensor, or the number it is everywhere."""
+    """Return α (Weibull) or μ (lognormal) as a tensor, or as a number if it is the same everywhere."""
     if log_prior is None:
         return None, config.gamma_alpha if config.family == "weibull" else config.mu_p
     if config.family == "weibull":
@@ -239,7 +239,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _row_gradients(ctx, lse: Tensor, *gradients: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of the clean LSE and of the moments, zeros where nothing came; None for what is not used."""
+    """Return the gradients of the clean LSE and of the moments, zeros where there is none; None for what is not used."""
     used = (ctx.need_lse, ctx.need_moments, ctx.need_moments)
     return [
         (torch.zeros_like(lse) if gradient is None else gradient) if is_used else None

@@ -1,8 +1,8 @@
 """Weibull attention on edges with its KL by few kernels: three forward, two backward.
 
-On a graph of some ten thousand nodes the host sets the pace: every torch operation, its gradient and every autograd node
-cost it more than they cost the GPU. The common case, a KL whose prior is one number or one number per source, therefore
-has kernels of its own and one autograd node (`weibull_node.py`). All else takes the torch operations of `triton.py`.
+On a graph of some ten thousand nodes the host is the bottleneck: every torch operation, its gradient and every autograd node
+cost it more time than the GPU. The common case, a KL whose prior is one number or one number per source, therefore
+has kernels of its own and one autograd node (`weibull_node.py`). All else uses the torch operations of `triton.py`.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Graph(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """All that decides about the numbers and launches of a call: they are put together once and found again by it."""
+    """Everything that the numbers and launches of a call depend on: they are built once per problem and then looked up."""
 
     num_sources: int
     num_targets: int
@@ -45,17 +45,17 @@ class Problem(NamedTuple):
 
     @property
     def draw(self) -> Draw:
-        """What the passes draw, and the prior they read: α as a number or of every source."""
+        """The noise of the passes and their prior: α as a number or of every source."""
         given = self.divergence
         kind = CONSTANT if self.prior_strides is None else PER_SOURCE
         return Draw(True, 1.0 / given.weibull_k, given.gamma_alpha if kind == CONSTANT else 0.0, kind)
 
     @property
     def divergent(self) -> Divergent:
-        """What the backward pass needs."""
+        """The inputs of the backward pass."""
         given = self.divergence
         numbers = given.numbers(self.prior_strides is not None)
-        # of rows with edges only the device knows the number
+        # only the device has the number of rows with edges
         entries = {"sum": 1, "row_mean": self.heads, "mean": max(self.num_edges, 1) * self.heads}[given.reduction]
         return Divergent(
             slope=numbers["slope"],
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `_plan` finds for a problem."""
+    """The result of `_plan` for a problem."""
 
     draw: Draw
     divergent: Divergent
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
 def _plan(problem: Problem) -> Plan:
-    """Return the launches of α and of the rows' KL, and how many numbers they leave."""
+    """Return the launches of α and of the rows' KL, and how many numbers they write."""
     given, h, divergent = problem.divergence, problem.heads, problem.divergent
     numbers = given.numbers(problem.prior_strides is not None)
     alpha, num_alpha, key_terms = None, 0, 0.0
@@ -130,7 +130,7 @@ def run_backward(
     plan: Plan, grad: Tensor, grad_kl: Tensor, scores: Tensor, value: Tensor, seed: Tensor, graph: Graph,
     out: Tensor, lse: Tensor, clean: Tensor, first: Tensor, alpha: Tensor | None, negative_slope: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Return what `passes.backward` returns, the prior's being that of ln Ψ, from what `run_forward` had and returned."""
+    """Return what `passes.backward` returns, the prior's being that of ln Ψ, from inputs and outputs of `run_forward`."""
     grad = grad.contiguous()
     delta, grad_lse, pull = passes.prepare(grad, out, plan.divergent, clean, first, grad_kl, graph.num_rows)
     rows = (grad_lse, None, pull)

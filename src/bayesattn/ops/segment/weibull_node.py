@@ -38,7 +38,7 @@ def weibull_attention(
     config: AttentionConfig,
     seed: Tensor,
 ) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"]]:
-    """Return the output of one sample and the KL of the graph; a compiler has to see the scores, not their parts."""
+    """Return the output of one sample and the KL of the graph; a compiler needs the scores, not their parts."""
     graph = edges.memo("graph", lambda: _graph_of(edges))
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
@@ -127,7 +127,7 @@ def weibull_edges_forward(
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`run_forward` with what a schema can say: the divergence's numbers and names; without a prior α is empty."""
+    """`run_forward` with arguments that a schema allows: the divergence's numbers and names; without a prior α is empty."""
     strides = None if log_prior is None else log_prior.stride()
     edges = _graph(graph, num_targets)
     plan = plan_of(scores, strides, edges, _divergence(constants, forms))
@@ -136,7 +136,7 @@ def weibull_edges_forward(
 
 
 def _graph(tensors: list[Tensor], num_targets: int) -> Graph:
-    """Return the graph whose tensors, in this order, `weibull_attention` gave."""
+    """Return the graph from its tensors, in the order of `weibull_attention`."""
     return Graph(Indices(*tensors[:-3], num_targets=num_targets), *tensors[-3:])
 
 
@@ -166,7 +166,7 @@ def weibull_edges_backward(
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_backward` with what a schema can say; the gradient of a prior that is not there is empty."""
+    """`run_backward` with arguments that a schema allows; without a prior its gradient is empty."""
     strides = None if alpha is None else alpha.stride()
     edges = _graph(graph, num_targets)
     plan = plan_of(scores, strides, edges, _divergence(constants, forms))

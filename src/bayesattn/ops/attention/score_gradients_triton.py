@@ -1,0 +1,87 @@
+"""Squared score gradients on a GPU: launches of the kernels in `score_gradient_kernels.py`. Memory is O(m + n)."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from bayesattn.ops.attention.launch import (
+    MOST_LAUNCHES,
+    Layout,
+    aligned,
+    blocks_of,
+    expanded_strides,
+    kernel_constants,
+    layout,
+)
+from bayesattn.ops.attention.score_gradient_kernels import score_columns_kernel, score_rows_kernel
+from bayesattn.ops.attention.triton import ROW_MULTIPLE
+from bayesattn.ops.common.launch import Launch, prepared
+
+
+def squared_score_gradients(
+    grad_output: Float[Tensor, "b h m dv"],
+    query: Float[Tensor, "b h m d"],
+    key: Float[Tensor, "b hk n d"],
+    value: Float[Tensor, "b hk n dv"],
+    output: Float[Tensor, "b h m dv"],
+    *,
+    mask: Bool[Tensor, "#b #h #m n"] | None,
+    bias: Float[Tensor, "#b #h #m #n"] | None,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "b h n"]:
+    """Return Σ_i dΦ_ij² of every key in float32; arguments as for the function of this name in `score_gradients.py`."""
+    read = (query, key, value, output, grad_output)
+    if query.shape[-1] % ROW_MULTIPLE or value.shape[-1] % ROW_MULTIPLE:
+        read = tuple(F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in read)
+    query, key, value, output, grad_output = map(aligned, read)
+    b, h, m, _ = query.shape
+    squares = query.new_empty((b, h, key.shape[2]), dtype=torch.float32)
+    if not (b and m):
+        return squares.zero_()
+    lse, delta = query.new_empty((2, b, h, m), dtype=torch.float32)
+    rows, columns = _launches(*map(layout, (query, key, value, output, grad_output, mask, bias)), is_causal, scale, softcap)
+    # kernels offset a pointer before they check the switches, so none may be absent
+    optional = (query if mask is None else mask, query if bias is None else bias)
+    rows(query, key, output, grad_output, *optional, lse, delta)
+    columns(query, key, value, grad_output, *optional, lse, delta, squares)
+    return squares
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launches(
+    query: Layout,
+    key: Layout,
+    value: Layout,
+    output: Layout,
+    grad: Layout,
+    mask: Layout | None,
+    bias: Layout | None,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Launch, Launch]:
+    """Return the launches that fill LSE and δ, and the squares."""
+    (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
+    switches = {"CAPPED": softcap is not None, "HAS_BIAS": bias is not None, "CAUSAL": is_causal}
+    absent = (0, 0, 0, 0)
+    optional = (
+        *(absent if mask is None else expanded_strides(mask, (b, h, m, n))),
+        *(absent if bias is None else expanded_strides(bias, (b, h, m, n))),
+    )
+
+    def of(kernel, tiles: str, length: int, side: str, third: Layout) -> Launch:
+        constants = kernel_constants(tiles, query, value, mask, **switches)
+        blocks = blocks_of(length, constants[side])
+        is_checked = is_causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
+        strides = (*query.strides[:3], *key.strides[:3], *third.strides[:3], *grad.strides[:3], *optional)
+        return prepared(
+            kernel, (blocks * b * h,), *strides, h, h // hk, m, n, d, dv, blocks, scale,
+            1.0 if softcap is None else float(softcap), **constants, CHECK=is_checked,
+        )  # fmt: skip
+
+    return of(score_rows_kernel, "forward", m, "BM", output), of(score_columns_kernel, "grad_key", n, "BN", value)
