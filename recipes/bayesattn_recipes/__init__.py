@@ -6,6 +6,8 @@ methods that the paper compares with.
 
 from bayesattn.cli.registry import Recipe
 
+__version__ = "0.1.0"
+
 DIGITS = Recipe(
     "digits",
     "8 x 8 handwritten digits (in scikit-learn), 200 labels, shifted and scrambled test images",
@@ -40,5 +42,12 @@ VQA = Recipe(
     "bayesattn_recipes.vqa",
     generated=("data.dataset", "shapes"),
 )
+DOUBT = Recipe(
+    "doubt",
+    "a study: does doubt in closed form find the errors of fine-tuned encoders? (reproduce only)",
+    "bayesattn_recipes.doubt",
+)
 
 RECIPES = {recipe.name: recipe for recipe in (DIGITS, GRAPH, LANGUAGE, TRANSLATION, CAPTIONING, VQA)}
+# no training of their own
+STUDIES = {recipe.name: recipe for recipe in (DOUBT,)}

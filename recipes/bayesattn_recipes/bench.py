@@ -1,10 +1,10 @@
 """Training steps of the two models that look at images, MCAN and Att2in, with soft and with Bayesian attention.
 
-Random regions, words and targets of the paper's sizes. On a GPU two things are timed. `as it trains` is the recipe's own
-optimiser step, everything included: a batch is put together and sent, forward and backward pass are replayed, the gradient
-is looked at, clipped and used. `train step, CUDA graph` is forward, backward, clipping and Adam in one replay: nothing but
-the GPU counts. On a CPU the same step is called as it is. Soft attention comes first and again last: its second ratio says
-how far 1 is from 1 in this run.
+Random regions, words and targets of the paper's sizes. On a GPU two things are timed. `as it trains` is the recipe's whole
+optimizer step: the batch is collated and copied, forward and backward pass are replayed, the gradient is checked, clipped
+and used. `train step, CUDA graph` is forward, backward, clipping and Adam in one replay, so only the GPU counts. On a CPU
+the plain step is timed. Soft attention is timed first and again last: its second ratio, which should be 1, shows the
+measurement error of this run.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,8 +43,8 @@ class Case:
         words: Of a question, or of a caption with its end.
         regions: Of an image.
         features: Of a region.
-        vocabulary: Words known.
-        answers: That MCAN can give.
+        vocabulary: Size of the vocabulary.
+        answers: Classes of MCAN.
         settings: Of the config, as on the command line.
     """
 
@@ -94,17 +94,17 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
 
 @contextmanager
 def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Precision) -> Iterator[Callable[[], None]]:
-    """Give a call that makes one optimiser step as training does, always on the same examples."""
+    """Return a call that makes one optimizer step as in training, always on the same examples."""
     indices = torch.arange(training.batch_size)
     with training_step(experiment, replace(training, precision=precision), seed=0) as step:
-        # the first one of an epoch looks at the attention, the first two of a shape load kernels and record
+        # the first step of an epoch observes the attention, the first two of a shape load kernels and record
         for _ in range(3):
             step(indices)
         yield lambda: step(indices)
 
 
 def whole_step(experiment: Experiment, training: TrainingConfig, device: str) -> Callable[[], None]:
-    """Return a call that makes one optimizer step with all of its work on the device: nothing in it waits or looks."""
+    """Return a call that makes one optimizer step with all of its work on the device: nothing in it waits for the device."""
     found = experiment.collate(torch.arange(training.batch_size))
     batch = {name: value.to(device) for name, value in experiment.pad(found).items()}
     model = experiment.model.to(device).train()
@@ -147,7 +147,7 @@ def _att2in(case: Case, suffix: str) -> tuple[Experiment, TrainingConfig]:
 
 
 def _texts(case: Case, length: int, *, at_least: int) -> list[str]:
-    """Return sentences of one length that hold every word of the vocabulary but its first two, which stand for others."""
+    """Return sentences of one length that hold every word of the vocabulary but the two reserved ones."""
     words = cycle(f"word{index}" for index in range(case.vocabulary - 2))
     count = max(at_least, -(-(case.vocabulary - 2) // length))
     return [" ".join(islice(words, length)) for _ in range(count)]

@@ -85,16 +85,16 @@ def write_sentiment(folder, train=600, dev=101):
 
 
 def squad_article(title, numbers, *, impossible=()):
-    """Paragraphs that each tell which colour a numbered box has."""
+    """Paragraphs that each tell which color a numbered box has."""
     paragraphs = []
     for number in numbers:
-        colour = ("red", "dark blue", "green")[number % 3]
-        context = f"In {title} the box {number} is {colour} and it is heavy."
-        question = {"id": f"{title}-{number}", "question": f"What colour is box {number}?"}
+        color = ("red", "dark blue", "green")[number % 3]
+        context = f"In {title} the box {number} is {color} and it is heavy."
+        question = {"id": f"{title}-{number}", "question": f"What color is box {number}?"}
         if number in impossible:
             question |= {"is_impossible": True, "answers": []}
         else:
-            question |= {"is_impossible": False, "answers": [{"text": colour, "answer_start": context.index(colour)}]}
+            question |= {"is_impossible": False, "answers": [{"text": color, "answer_start": context.index(color)}]}
         paragraphs.append({"context": context, "qas": [question]})
     return {"title": title, "paragraphs": paragraphs}
 

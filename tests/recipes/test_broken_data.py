@@ -35,15 +35,15 @@ def test_a_whole_graph_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "array", "message"),
     [
-        ("node_features", np.ones((2, 6, 3)), "node_features of .* has shape"),
-        ("node_features", np.full((6, 3), "x"), "allowed: real numbers in 2 dimensions"),
-        ("node_features", np.ones((0, 3)), "masks of 0 nodes"),
-        ("node_labels", np.array(3), "node_labels of .* has shape"),
-        ("node_labels", GRAPH["node_labels"] * 2**40, "not the classes of 6 nodes"),
-        ("edges", np.arange(6), "edges of .* has shape"),
-        ("edges", np.zeros((3, 3), int), "two ends an edge"),
-        ("train_masks", np.array(True), "train_masks of .* has shape"),
-        ("test_masks", np.ones((1, 5), bool), "masks of 6 nodes"),
+        ("node_features", np.ones((2, 6, 3)), "node_features of .* must hold real numbers in 2 dimensions, got shape"),
+        ("node_features", np.full((6, 3), "x"), "must hold real numbers in 2 dimensions, got shape"),
+        ("node_features", np.ones((0, 3)), "masks must cover 0 nodes, got shapes"),
+        ("node_labels", np.array(3), "node_labels of .* must hold real numbers in 1 dimensions, got shape"),
+        ("node_labels", GRAPH["node_labels"] * 2**40, "must be classes from 0 to 5, one for each of 6 nodes"),
+        ("edges", np.arange(6), "edges of .* must hold real numbers in 2 dimensions, got shape"),
+        ("edges", np.zeros((3, 3), int), "edges must have two ends"),
+        ("train_masks", np.array(True), "train_masks of .* must hold real numbers in 2 dimensions, got shape"),
+        ("test_masks", np.ones((1, 5), bool), "masks must cover 6 nodes, got shapes"),
     ],
 )
 def test_a_graph_with_a_wrong_array_is_refused(name, array, message, tmp_path):
@@ -71,7 +71,7 @@ def test_an_archive_with_a_flipped_bit_is_refused(tmp_path):
 
 def test_a_missing_array_is_named(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.ones(3))
-    with pytest.raises(ValueError, match="lacks 'y', 'z'; allowed: an npz file with x, y, z"):
+    with pytest.raises(ValueError, match=r"lacks 'y', 'z'. It must be an npz file with x, y, z"):
         read_npz(tmp_path / "a.npz", ("x", "y", "z"))
 
 
@@ -91,7 +91,7 @@ def test_pickled_arrays_are_refused(tmp_path):
 
 
 def test_numbers_of_the_wrong_kind_are_refused():
-    with pytest.raises(ValueError, match=r"x has shape \(3,\) and type complex64; allowed: real numbers in 1 dimensions"):
+    with pytest.raises(ValueError, match=r"x must hold real numbers in 1 dimensions, got shape \(3,\) and type complex64"):
         check_numbers(np.ones(3, np.complex64), 1, "x")
 
 
@@ -101,7 +101,7 @@ def test_grid_features_with_a_wrong_table_are_refused(meta, tmp_path):
     np.savez(f"{stem}_meta.npz", **{"names": np.array(["a", "b"]), "step": np.ones(3), **meta})
     np.save(tmp_path / "a.npy", np.ones((3, 2, 4), np.int8))
     (tmp_path / "resnet_2x2_pca3_int8.npy.xz").write_bytes(lzma.compress((tmp_path / "a.npy").read_bytes()))
-    with pytest.raises(ValueError, match="allowed"):
+    with pytest.raises(ValueError, match=rf"{next(iter(meta))} of .* must hold .*, got shape \("):
         load_grid_features(stem)
 
 
@@ -118,7 +118,7 @@ def test_grid_features_with_a_wrong_table_are_refused(meta, tmp_path):
 def test_detected_regions_with_a_wrong_array_are_refused(wrong, tmp_path):
     arrays = {"x": np.ones((3, 5)), "bbox": np.ones((5, 4)), "image_w": np.array(7), "image_h": np.array(9), **wrong}
     np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(ValueError, match="allowed"):
+    with pytest.raises(ValueError, match=r"a\.npz.* must (hold real numbers|have shape) .*, got (shape )?\("):
         NpzFolder([tmp_path]).boxes(0)
 
 
@@ -127,7 +127,7 @@ def test_coco_features_without_dimensions_are_refused(tmp_path):
     (tmp_path / "dataset_coco.json").write_text(json.dumps({"images": images}))
     (tmp_path / "cocobu_att").mkdir()
     np.savez(tmp_path / "cocobu_att" / "1.npz", feat=np.array(3.0))
-    with pytest.raises(ValueError, match=r"feat of .* has shape \(\)"):
+    with pytest.raises(ValueError, match=r"feat of .* must hold real numbers in 2 dimensions, got shape \(\)"):
         load_coco(tmp_path)
 
 

@@ -161,8 +161,8 @@ def test_planned_hard_attention_equals_single_steps_where_its_choice_is_sure(is_
             seen.append(unroll(model.read(words), model.look(regions), goes_on))
             return seen[0][0].square().sum(dim=-1) * goes_on
 
-        model.attention.weights.average_cost.fill_(0.7)
-        model.attention.weights.num_averaged.fill_(1.0)
+        model.attention.bayes_weights.weights.average_cost.fill_(0.7)
+        model.attention.bayes_weights.weights.num_averaged.fill_(1.0)
         loss = with_score_function(model, run, goes_on)
         gradients = torch.autograd.grad(loss.sum(), list(model.parameters()), allow_unused=True)
         hidden, weights = (x[goes_on] for x in seen[0])
@@ -178,7 +178,7 @@ def test_planned_contexts_equal_single_steps(is_training):
     """Outputs, KL and gradients; with next to no noise, since the draws are not the same ones."""
     model = small_model("gaussian-context")
     with torch.no_grad():
-        model.attention.context_noise.log_sigma.bias.fill_(-12.0)
+        model.attention.bayes_weights.context_noise.log_sigma.bias.fill_(-12.0)
     model.dropout.p = 0.0
     model.train(is_training)
     regions, words, found = torch.randn(3, REGIONS, FEATURES), torch.randint(0, 13, (3, 6)), []
@@ -327,7 +327,7 @@ def test_an_unknown_decoder_mode_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["num_beams", "max_length"])
 def test_impossible_searches_are_refused(name):
-    with pytest.raises(ValueError, match=r"beam, max_length are .*; allowed: integers of at least 1"):
+    with pytest.raises(ValueError, match=r"beam and max_length must be integers of at least 1, got"):
         beam_search(small_model(), torch.randn(1, REGIONS, FEATURES), **{name: 0})
 
 
@@ -343,9 +343,9 @@ def test_vocabulary_keeps_frequent_words_and_survives_as_bytes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Vocabulary.build(["a dog"], 0), "min_count is 0; allowed"),
+        (lambda: Vocabulary.build(["a dog"], 0), "min_count must be an integer of at least 1, got 0"),
         (lambda: Vocabulary.build(["a dog"], 2), "no word of the captions occurs 2 times"),
-        (lambda: Vocabulary(("a", "b")), "words begins with"),
+        (lambda: Vocabulary(("a", "b")), "words must begin with .*, got"),
         (lambda: Vocabulary((*SPECIAL_WORDS, "a", "a")), "more than once"),
     ],
 )

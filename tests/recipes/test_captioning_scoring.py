@@ -66,9 +66,9 @@ def test_without_the_package_only_bleu_is_left(monkeypatch):
 @pytest.mark.parametrize(
     ("captions", "references", "message"),
     [
-        ([], [], "have 0, 0 entries"),
-        (["a"], [["a"], ["b"]], "have 1, 2 entries; allowed: equally many"),
-        (["a", "b"], [["a"], ["...", ""]], "references of entry 1 hold no word"),
+        ([], [], "must have equally many entries, at least 1, got 0 and 0"),
+        (["a"], [["a"], ["b"]], "must have equally many entries, at least 1, got 1 and 2"),
+        (["a", "b"], [["a"], ["...", ""]], "entry 1 must have at least one reference with a word, got none"),
     ],
 )
 def test_impossible_comparisons_are_refused(captions, references, message):

@@ -240,9 +240,9 @@ def test_predictions_stay_within_their_budget(run, data, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": ["dropout"]}, "method is 'dropout'; allowed for BAM-WC: mean, attention"),
-        ({"num_samples": 1}, "num_samples is 1; allowed"),
-        ({"noise": (-1.0,)}, "allowed: finite numbers of at least 0"),
+        ({"methods": ["dropout"]}, "method must be one of mean, attention.* for BAM-WC, got 'dropout'"),
+        ({"num_samples": 1}, "num_samples must be an integer of at least 2, got 1"),
+        ({"noise": (-1.0,)}, "noise must be finite numbers of at least 0, got"),
     ],
 )
 def test_impossible_predictions_are_refused(run, data, options, message):
@@ -267,7 +267,7 @@ def test_regions_without_places_are_described_without_an_overlay(run, data, call
     monkeypatch.setattr(explain_module, "find_subject", lambda *_: Subject(data.picture(name), values[0], None))
     code, streams = call("caption", run, name, "--out", tmp_path / "overlay.png", "--samples", 2)
     assert code == 0, streams.err
-    assert "no overlay: the features do not say where their regions are" in streams.out
+    assert "no overlay: the features have no places of their regions" in streams.out
     assert not (tmp_path / "overlay.png").exists()
 
 
@@ -275,7 +275,7 @@ def test_mistakes_of_caption_are_one_line(run, call, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 not a whole JPEG")
     for image, message in (
         (tmp_path / "broken.jpg", "cannot be decoded"),
-        ("absent.jpg", "image is 'absent.jpg', neither a file nor"),
+        ("absent.jpg", "image 'absent.jpg' is neither a file nor"),
     ):
         code, streams = call("caption", run, image, "--out", tmp_path / "out.png")
         assert (code, streams.err.count("\n")) == (2, 1)
@@ -285,10 +285,10 @@ def test_mistakes_of_caption_are_one_line(run, call, tmp_path):
 
 def test_photo_without_features_is_refused(data):
     config = dataclasses.replace(load_config("shapes-wc", TINY), dataset="flickr8k")
-    with pytest.raises(ValueError, match=r"image is 'mine.jpg', which has no features here"):
+    with pytest.raises(ValueError, match=r"image 'mine.jpg' has no features here"):
         find_subject(config, "mine.jpg", data)
     found = find_subject(config, data.splits["test"].names[3], data)
-    with pytest.raises(ValueError, match="features is given; allowed for a run on shapes: none"):
+    with pytest.raises(ValueError, match="leave out --features: a run on shapes"):
         find_subject(load_config("shapes-wc"), "mine.jpg", features=Path("mine.safetensors"))
     assert torch.equal(found.regions, data.regions.gather(data.splits["test"].rows[[3]])[0][0])
 
@@ -348,8 +348,8 @@ def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, mon
 @pytest.mark.parametrize(
     ("names", "variants", "message"),
     [
-        (["cats"], None, "datasets has 'cats'; allowed: shapes, flickr8k, coco"),
-        (["shapes"], ["loud"], "variants has 'loud'"),
+        (["cats"], None, "datasets must be among shapes, flickr8k, coco, got 'cats'"),
+        (["shapes"], ["loud"], "variants must be among soft, .*, got 'loud'"),
     ],
 )
 def test_unknown_rows_of_the_table_are_refused(names, variants, message, tmp_path):

@@ -188,39 +188,45 @@ def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe is 'cats'; installed are 'captioning', 'digits'"),
-        (["train", "digits", "--config", "zz", "--out", "OUT"], "config is 'zz'; allowed: lc, lf, nokl, soft, wc, wf"),
+        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe must be one of 'captioning', 'digits'"),
+        (
+            ["train", "digits", "--config", "zz", "--out", "OUT"],
+            "config must be one of lc, lf, nokl, soft, wc, wf, or the path of a YAML file, got 'zz'",
+        ),
         (["train", "digits", "--config", "wc"], "Missing option '--out'"),
-        (["train", "digits", "--config", "wc", "--out", "OUT", "--set", "epochs"], "allowed: name=value"),
+        (
+            ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "epochs"],
+            "setting must be name=value, as in attention.weibull_k=5, got 'epochs'",
+        ),
         (
             ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "epoch=1"],
-            "wc.yaml: epoch is unknown; allowed",
+            "wc.yaml: epoch is unknown. Use one of",
         ),
         (
             ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "attention.weibull_k=-1"],
-            "weibull_k is -1.0; allowed: a finite number above 0",
+            "weibull_k must be a finite number above 0, got -1.0",
         ),
         (
             ["train", "digits", "--config", "wc", "--out", "OUT", "--set", "attention.prior_hidden_dim=9000000000000"],
-            "does not fit into memory; its largest number is attention.prior_hidden_dim = 9000000000000; allowed: less",
+            "does not fit into memory. Reduce its sizes; the largest is attention.prior_hidden_dim = 9000000000000",
         ),
         (
             ["train", "digits", "--config", "wc", "--out", "OUT", "--set", f"width={2**62}"],
-            f"does not fit into memory; its largest number is width = {2**62}",
+            f"does not fit into memory. Reduce its sizes; the largest is width = {2**62}",
         ),
         (["evaluate", "RUN", "--data", ""], "the value of --data is empty"),
         (["evaluate", "OUT"], "is not a folder"),
-        (["evaluate", "RUN", "--noise", "a,b"], "noise is 'a,b'; allowed: numbers separated by commas"),
-        (["evaluate", "RUN", "--noise", "-1"], "strength is -1.0; allowed"),
+        (["evaluate", "RUN", "--noise", "a,b"], "noise must be numbers separated by commas, as in 0,1,2, got 'a,b'"),
+        (["evaluate", "RUN", "--noise", "-1"], "strength must be a finite number of at least 0, got -1.0"),
         (["evaluate", "RUN", "--samples", "1"], "Invalid value for '--samples'"),
-        (["evaluate", "RUN", "--method", "magic"], "method is 'magic'; allowed for BAM-WC"),
+        (["evaluate", "RUN", "--method", "magic"], "for BAM-WC, got 'magic'"),
         (["report", "OUT"], "is not a folder"),
         (["report"], "Missing argument"),
-        (["report", "RUN", "RUN"], "is given 2 times; allowed: every run once"),
-        (["report", "RUN", "--out", "RUN"], "which is a folder; allowed: the path of the page to write"),
+        (["report", "RUN", "RUN"], "is given 2 times. Give each run once"),
+        (["report", "RUN", "--out", "RUN"], "out must be the path of the page to write, got the folder"),
         (["train", "digits", "--config", "wc", "--out", ""], "the value of --out is empty"),
         (["train", "digits", "--config", "wc", "--out="], "the value of --out is empty"),
-        (["evaluate", ""], "an argument is empty; leave it out, or give it a value"),
+        (["evaluate", ""], "an argument is empty. Leave it out, or give it a value"),
         (["fly"], "No such command 'fly'"),
     ],
 )
@@ -240,7 +246,7 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, message, run, tmp_path
 
 def test_finished_run_is_replaced_only_when_asked(run, capsys):
     assert call("train", "digits", "--config", "wc", "--out", run, *TINY) == 2
-    assert "already holds a run; allowed: a new folder, or --overwrite to replace it" in capsys.readouterr().err
+    assert "already holds a run. Choose a new folder, or replace it with --overwrite" in capsys.readouterr().err
     assert call("train", "digits", "--config", "wc", "--out", run, *TINY, "--overwrite") == 0
 
 

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+import bayesattn as ba
+from bayesattn_recipes.common.doubt import MOST_DOUBTFUL, with_noise
 from bayesattn_recipes.digits import data
-from bayesattn_recipes.digits.evaluate import attention_maps, available_methods, draw, predict_run
+from bayesattn_recipes.digits.evaluate import attention_maps, available_methods, doubtful_examples, draw, predict_run
 from bayesattn_recipes.digits.train import CONFIGS, build_model, fit, load_config, load_run, train_run
 
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -76,11 +78,17 @@ def test_scrambled_images_keep_their_grey_values_and_lose_their_labels():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: data.load_splits(7), "train_size is 7; allowed: 20 to 400"),
-        (lambda: data.shift(data.load_splits(200)["test"], "up"), "kind is 'up'; allowed: 'rotated', 'moved', 'blurred'"),
-        (lambda: data.add_noise(data.load_splits(200)["test"], -1.0), "strength is -1.0; allowed"),
-        (lambda: load_config("wc", ["training.epochs=0"]), "wc.yaml: training.epochs is 0; allowed: at least 1"),
-        (lambda: load_config("wc", ["learning_rate=0"]), "wc.yaml: learning_rate is 0; allowed: a number above 0"),
+        (lambda: data.load_splits(7), "train_size must be from 20 to 400, got 7"),
+        (
+            lambda: data.shift(data.load_splits(200)["test"], "up"),
+            "kind must be one of 'rotated', 'moved', 'blurred', got 'up'",
+        ),
+        (
+            lambda: data.add_noise(data.load_splits(200)["test"], -1.0),
+            "strength must be a finite number of at least 0, got -1.0",
+        ),
+        (lambda: load_config("wc", ["training.epochs=0"]), "wc.yaml: training.epochs must be at least 1, got 0"),
+        (lambda: load_config("wc", ["learning_rate=0"]), "wc.yaml: learning_rate must be above 0, got 0"),
     ],
 )
 def test_bad_values_are_named(call, message):
@@ -152,6 +160,27 @@ def test_predictions_are_probabilities_with_the_methods_asked_for(tiny_run):
     assert found.splits["scrambled"].labels is None
 
 
+@pytest.mark.parametrize("name", ["soft", "wc"])
+def test_most_doubtful_images_are_those_of_the_whole_split(name):
+    torch.manual_seed(0)
+    config = load_config(name, TINY)
+    model, images = build_model(config).eval(), data.load_splits(40)["test"].images[:40]
+    found = doubtful_examples(model, images)
+    assert model.last_attention.config == config.attention
+    with with_noise(model):
+        whole = ba.uncertainty(model, images)
+    order = whole.t.argsort()[:MOST_DOUBTFUL]
+    assert torch.equal(found.examples, order)
+    assert torch.allclose(found.std, whole.std[order], rtol=1e-4)
+    assert torch.allclose(found.by_token, whole.by_token[order], rtol=1e-3, atol=1e-7)
+
+
+def test_weights_of_a_rival_have_no_closed_form(tmp_path):
+    train_run(load_config("soft", [*TINY, "attention.variant=hard-gumbel"]), tmp_path / "run")
+    found = predict_run(tmp_path / "run", num_samples=2, noise=(0.0,), methods=["mean"])
+    assert found.splits["test"].doubtful is None
+
+
 def test_draws_differ_and_repeat_with_their_seed(tiny_run):
     _, model = load_run(tiny_run)
     images = data.load_splits(40)["validation"].images[:7]
@@ -189,8 +218,8 @@ def test_attention_maps_are_the_weights_of_the_last_layer(tiny_run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": ["dropout"]}, "method is 'dropout'; allowed for BAM-WC: mean, attention, attention\\+dropout"),
-        ({"num_samples": 1}, "num_samples is 1; allowed: an integer of at least 2"),
+        ({"methods": ["dropout"]}, "method must be one of mean, attention, attention\\+dropout.* for BAM-WC, got 'dropout'"),
+        ({"num_samples": 1}, "num_samples must be an integer of at least 2, got 1"),
     ],
 )
 def test_impossible_predictions_are_refused(tiny_run, options, message):

@@ -10,7 +10,14 @@ import torch
 
 from bayesattn_recipes.graph import pickles
 from bayesattn_recipes.graph.config import load_config, load_config_graph
-from bayesattn_recipes.graph.data import Graph, leave_out_classes, load_graph, load_heterophilous, make_graph
+from bayesattn_recipes.graph.data import (
+    Graph,
+    leave_out_classes,
+    load_graph,
+    load_heterophilous,
+    make_graph,
+    random_split,
+)
 from bayesattn_recipes.graph.evaluate import add_feature_noise
 from bayesattn_recipes.graph.generated import generate_graph
 from bayesattn_recipes.graph.pickles import read_pickle
@@ -26,7 +33,7 @@ needs_heterophilous = pytest.mark.skipif(
 
 
 def is_connected(graph: Graph) -> torch.Tensor:
-    """Return which nodes have a neighbour besides themselves."""
+    """Return which nodes have a neighbor besides themselves."""
     source, target = graph.edge_index
     return torch.zeros(graph.num_nodes, dtype=torch.bool).index_fill(0, target[source != target], True)
 
@@ -65,7 +72,7 @@ def test_heterophilous_graph_has_the_published_counts_and_ten_splits():
     assert graph.edge_index.shape == (2, 2 * 8854 + 890)
     assert graph.features.shape == (890, 2325)
     assert not torch.equal(graph.splits["test"], load_graph("chameleon_filtered", DATA).splits["test"])
-    with pytest.raises(ValueError, match="split is 10; allowed for chameleon_filtered: 0 to 9"):
+    with pytest.raises(ValueError, match="split must be from 0 to 9 for chameleon_filtered, got 10"):
         load_graph("chameleon_filtered", DATA, split=10)
 
 
@@ -116,10 +123,10 @@ def test_broken_npz_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"actor\.npz cannot be read"):
         load_heterophilous(tmp_path, "actor", 0)
     _write_npz(path, edges=np.array([[0, 1, 2]]))
-    with pytest.raises(ValueError, match="do not fit together"):
+    with pytest.raises(ValueError, match="do not match"):
         load_heterophilous(tmp_path, "actor", 0)
     _write_npz(path, edges=np.array([[0, 9]]))
-    with pytest.raises(ValueError, match="an edge of actor ends at node 9"):
+    with pytest.raises(ValueError, match="edges of actor must end at nodes from 0 to 3, got 9"):
         load_heterophilous(tmp_path, "actor", 0)
 
 
@@ -162,11 +169,11 @@ def _setattr(name: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (pickle.dumps(_Evil(eval, "1/0"), protocol=2), "asks for '__builtin__.eval'"),
+        (pickle.dumps(_Evil(eval, "1/0"), protocol=2), "imports '__builtin__.eval'"),
         (pickle.dumps(_Evil(print, "x"), protocol=4), "uses the instruction"),
         (pickle.dumps({1: [2.5]}, protocol=2), "uses the instruction BINFLOAT"),
-        (b"\x80\x02cnumpy\nload\n.", "asks for 'numpy.load'"),
-        (b"\x80\x02cposix\nsystem\nU\x04true\x85R.", "asks for 'posix.system'"),
+        (b"\x80\x02cnumpy\nload\n.", "imports 'numpy.load'"),
+        (b"\x80\x02cposix\nsystem\nU\x04true\x85R.", "imports 'posix.system'"),
         (b"\x80\x02(U\x04trueiposix\nsystem\n.", "uses the instruction INST"),
         (b"\x80\x02\x82\x01.", "uses the instruction EXT1"),
         (b"\x80\x04\x96\xff\xff\xff\xff\x00\x00\x00\x00.", "expected"),
@@ -175,12 +182,12 @@ def _setattr(name: bytes) -> bytes:
         (b"\x80\x02cnumpy\nndarray\nK\x07\x85R.", "not callable"),
         (
             b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ\xff\xff\xff\x7f\x85U\x01b\x87R.",
-            "makes an array",
+            "builds an array",
         ),
         (b"\x80\x02cnumpy\ndtype\nU\x02O8K\x00K\x01\x87R.", "an array of type 'O8'"),
         (b"\x80\x02ccollections\ndefaultdict\ncnumpy\ndtype\n\x85R.", "not lists"),
         (b"\x80\x02}q\x01h\x01b.", "__dict__"),
-        (b"\x80\x02K\x01.", "uses a int where a dict belongs"),
+        (b"\x80\x02K\x01.", "uses a value of type int in place of dict"),
         (b"\x80\x02h\x07.", "7"),
         (b"\x80\x02]", "pickle exhausted"),
         (b"", "pickle exhausted"),
@@ -202,7 +209,7 @@ def test_a_file_is_refused_before_anything_of_it_runs(tmp_path, monkeypatch):
     (tmp_path / "late").write_bytes(b"\x80\x02" + array + b"cbuiltins\neval\nU\x031/0\x85R.")
     loads = []
     monkeypatch.setattr(pickles._Unpickler, "load", lambda self: loads.append(self))
-    with pytest.raises(ValueError, match=r"asks for 'builtins\.eval'"):
+    with pytest.raises(ValueError, match=r"imports 'builtins\.eval'"):
         read_pickle(tmp_path / "late")
     assert not loads
 
@@ -218,7 +225,7 @@ def test_a_pickle_cannot_ask_for_more_memory_than_it_has_bytes(tmp_path):
         read_pickle(tmp_path / "memo")
     shared = b"\x80\x02}(K\x00](" + b"K\x01" * 50 + b"eq\x01" + b"".join(b"K%ch\x01" % key for key in range(1, 200)) + b"u."
     (tmp_path / "shared").write_bytes(shared)
-    with pytest.raises(ValueError, match="more neighbours than it has bytes"):
+    with pytest.raises(ValueError, match="more neighbors than it has bytes"):
         read_pickle(tmp_path / "shared")
 
 
@@ -240,7 +247,7 @@ def test_a_part_in_the_place_of_another_is_named(tmp_path):
     for path in (DATA / "planetoid").glob("ind.cora.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "ind.cora.graph").write_bytes((tmp_path / "ind.cora.y").read_bytes())
-    with pytest.raises(ValueError, match=r"ind\.cora\.graph holds a ndarray; allowed: dict"):
+    with pytest.raises(ValueError, match=r"ind\.cora\.graph must hold a dict, got ndarray"):
         load_planetoid(tmp_path, "cora")
     (tmp_path / "ind.cora.graph").unlink()
     with pytest.raises(ValueError, match=r"ind.cora.graph cannot be read: No such file"):
@@ -272,18 +279,21 @@ def test_edges_are_made_undirected_and_unique_with_one_self_loop_each():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"edges": torch.tensor([[0, 5]])}, "an edge of g ends at node 5; allowed: 0 to 4"),
-        ({"edges": torch.tensor([[-1, 2]])}, "an edge of g ends at node -1"),
+        ({"edges": torch.tensor([[0, 5]])}, "edges of g must end at nodes from 0 to 4, got 5"),
+        ({"edges": torch.tensor([[-1, 2]])}, "edges of g must end at nodes from 0 to 4, got -1"),
         ({"labels": torch.tensor([0, 1, 0, -1, 0])}, "split 'test' of g holds a node without a class"),
-        ({"labels": torch.tensor([0, 1])}, "g has 2 labels for 5 nodes"),
-        ({"features": torch.full((5, 3), torch.nan)}, "features of g are not finite"),
+        ({"labels": torch.tensor([0, 1])}, "g must have one label for each of its 5 nodes, got 2"),
+        ({"features": torch.full((5, 3), torch.nan)}, "features of g must be finite, got NaN"),
         (
             {"splits": {"train": torch.tensor([0, 1]), "test": torch.tensor([1])}},
-            "splits 'train' and 'test' of g share a node",
+            "splits 'train' and 'test' of g must not share a node",
         ),
-        ({"splits": {"train": torch.tensor([0, 0])}}, "split 'train' of g holds a node twice"),
-        ({"splits": {"train": torch.tensor([7])}}, "split 'train' of g is empty or names no node"),
-        ({"splits": {"train": torch.tensor([], dtype=torch.int64)}}, "split 'train' of g is empty"),
+        ({"splits": {"train": torch.tensor([0, 0])}}, "split 'train' of g must not hold a node twice"),
+        ({"splits": {"train": torch.tensor([7])}}, "split 'train' of g must hold at least one node, all from 0 to 4"),
+        (
+            {"splits": {"train": torch.tensor([], dtype=torch.int64)}},
+            "split 'train' of g must hold at least one node, all from 0 to 4",
+        ),
     ],
 )
 def test_a_graph_that_does_not_fit_together_is_refused(monkeypatch, changes, message):
@@ -295,12 +305,15 @@ def test_a_graph_that_does_not_fit_together_is_refused(monkeypatch, changes, mes
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: load_graph("corra"), "dataset is 'corra'; allowed: generated, cora"),
-        (lambda: load_graph("cora", None), "data is None; allowed for cora"),
-        (lambda: load_graph("cora", Path("nowhere"), split=1), "split is 1; allowed for cora: 0"),
+        (lambda: load_graph("corra"), "dataset must be one of generated, cora, .*, got 'corra'"),
+        (
+            lambda: load_graph("cora", None),
+            "cora needs data, the folder of the data sets. Give it with --data or BAYESATTN_DATA",
+        ),
+        (lambda: random_split(generate_graph(), 0), "split must be above 0 for a random split .*, got 0"),
         (lambda: load_graph("actor", Path("nowhere")), "actor.npz does not exist"),
         (lambda: generate_graph(10, num_train=6, num_validation=4), "nodes left for testing"),
-        (lambda: leave_out_classes(generate_graph(), 4), "left_out_classes is 4; allowed for generated: 0 to 3"),
+        (lambda: leave_out_classes(generate_graph(), 4), "left_out_classes must be from 0 to 3 for generated, got 4"),
     ],
 )
 def test_bad_names_and_numbers_are_named(call, message):
@@ -315,6 +328,20 @@ def test_generated_graph_repeats_with_its_seed_and_has_isolated_nodes():
     assert not torch.equal(first.labels, other.labels)
     assert torch.bincount(first.labels[first.splits["train"]]).tolist() == [20] * 5
     assert (~is_connected(first)).any()
+
+
+def test_random_splits_have_the_sizes_of_the_public_one_and_differ():
+    graph = generate_graph()
+    one, again, other = random_split(graph, 1), random_split(graph, 1), random_split(graph, 2)
+    for name, nodes in graph.splits.items():
+        assert len(one.splits[name]) == len(nodes)
+        assert torch.equal(one.splits[name], again.splits[name])
+        assert not torch.equal(one.splits[name], other.splits[name])
+    counts = [g.labels[g.splits["train"]].bincount(minlength=g.num_classes) for g in (graph, one, other)]
+    assert torch.equal(counts[0], counts[1])
+    assert torch.equal(counts[0], counts[2])
+    taken = torch.cat(list(one.splits.values()))
+    assert len(taken.unique()) == len(taken)
 
 
 def test_left_out_classes_leave_every_split_and_stay_in_the_graph():
@@ -337,5 +364,5 @@ def test_feature_noise_has_the_size_it_says_and_changes_nothing_else():
     assert abs(float((noisy.features - graph.features).std()) / expected - 1.0) < 5 * 0.0029
     assert noisy.edge_index is graph.edge_index
     assert noisy.labels is graph.labels
-    with pytest.raises(ValueError, match=r"strength is -1\.0; allowed"):
+    with pytest.raises(ValueError, match=r"strength must be a finite number of at least 0, got -1\.0"):
         add_feature_noise(graph, -1.0)

@@ -14,7 +14,7 @@ from bayesattn_recipes.graph.config import CONFIGS, build_model, load_config
 from bayesattn_recipes.graph.data import load_graph
 from bayesattn_recipes.graph.experiment import BatchExperiment, GraphExperiment, epochs_since_progress
 from bayesattn_recipes.graph.generated import generate_graph
-from bayesattn_recipes.graph.inputs import neighbourhood, whole_graph
+from bayesattn_recipes.graph.inputs import neighborhood, whole_graph
 from bayesattn_recipes.graph.reproduce import DATASETS, VARIANTS
 from bayesattn_recipes.graph.train import fit
 from data import shared_data
@@ -125,7 +125,7 @@ def test_parameters_kept_are_those_of_the_kept_epoch(graph):
     model, log = fit(load_config("cora-soft", [*SMALL, *settings]), graph)
     nodes = graph.splits["validation"]
     with torch.no_grad():
-        nll = F.cross_entropy(model(*neighbourhood(graph, nodes))[: len(nodes)], graph.labels[nodes])
+        nll = F.cross_entropy(model(*neighborhood(graph, nodes))[: len(nodes)], graph.labels[nodes])
     kept = [row for row in log.rows if row["is_best"]][-1]
     assert float(nll) == pytest.approx(kept["validation_nll"], rel=1e-5)
 
@@ -148,11 +148,11 @@ def test_both_criteria_decide_what_is_kept_and_either_goes_on(graph):
 
 
 @pytest.mark.parametrize("name", ["cora-soft", "cora-wc"])
-def test_neighbourhoods_give_the_logits_of_the_whole_graph(graph, name):
+def test_neighborhoods_give_the_logits_of_the_whole_graph(graph, name):
     model, whole = _double(build_model(load_config(name, SMALL), graph), whole_graph(graph))
     model.eval()
     nodes = torch.tensor([41, 3, 96, 7])
-    part = neighbourhood(graph, nodes)
+    part = neighborhood(graph, nodes)
     assert part.x.shape[0] < graph.num_nodes
     found = model(*part._replace(x=part.x.double()))[:4]
     assert torch.allclose(found, model(*whole)[nodes], atol=1e-13)
@@ -165,7 +165,7 @@ def test_step_without_a_kl_has_the_loss_and_gradient_of_the_whole_graph(graph):
     nodes = graph.splits["train"]
     whole = {"labels": batch["labels"], "rows": nodes, **whole_graph(graph)._asdict()}
     results = [experiment.nll(model, one) for one in (batch, whole)]
-    # float32 sums over neighbourhoods
+    # float32 sums over neighborhoods
     assert torch.allclose(*results, rtol=1e-5)
     for ours, theirs in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in results), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -174,7 +174,7 @@ def test_step_without_a_kl_has_the_loss_and_gradient_of_the_whole_graph(graph):
 @pytest.mark.parametrize("reduction", ["sum", "row_mean", "mean"])
 @pytest.mark.parametrize("name", ["cora-wc", "cora-lf"])
 def test_mean_loss_of_the_batches_is_the_loss_of_the_graph(graph, name, reduction):
-    settings = [*SMALL, "prior_scope=neighbourhood", f"attention.kl_reduction={reduction}", "attention.gamma_beta=0.3"]
+    settings = [*SMALL, "prior_scope=neighborhood", f"attention.kl_reduction={reduction}", "attention.gamma_beta=0.3"]
     experiment = BatchExperiment(load_config(name, [*settings, "training.batch_size=20"]), graph)
     model = experiment.model.double().eval()
 
@@ -199,17 +199,17 @@ def test_mean_loss_of_the_batches_is_the_loss_of_the_graph(graph, name, reductio
     assert number(kl) == pytest.approx(number(expected[1]), rel=1e-8)
 
 
-def test_fanout_keeps_the_self_loop_and_so_many_neighbours(graph):
+def test_fanout_keeps_the_self_loop_and_so_many_neighbors(graph):
     nodes = torch.arange(30)
-    part = neighbourhood(graph, nodes, fanout=2, generator=torch.Generator().manual_seed(0))
+    part = neighborhood(graph, nodes, fanout=2, generator=torch.Generator().manual_seed(0))
     source, target = part.output_edge_index
     degree = torch.bincount(target, minlength=30)
     assert torch.equal(degree, torch.bincount(graph.edge_index[1], minlength=97)[:30].clamp(max=3))
     assert int((source == target).sum()) == 30
     # the first layer has the edges of everyone whom the second one hears
     assert set(source.tolist()) == set(part.edge_index[1].tolist())
-    with pytest.raises(ValueError, match="fanout is 0; allowed"):
-        neighbourhood(graph, nodes, fanout=0)
+    with pytest.raises(ValueError, match="fanout must be an integer of at least 1, or None, got 0"):
+        neighborhood(graph, nodes, fanout=0)
 
 
 def test_dense_features_stay_dense(graph):
@@ -232,7 +232,7 @@ def test_batches_hold_every_node_once_and_share_the_labels(graph):
 def test_training_in_batches_learns(graph):
     config = load_config(
         "cora-wc",
-        [*SMALL, "training.batch_size=20", "training.epochs=8", "fanout=4", "prior_scope=neighbourhood",
+        [*SMALL, "training.batch_size=20", "training.epochs=8", "fanout=4", "prior_scope=neighborhood",
          "learning_rate=0.05", "dropout=0.2", "training.patience=null"],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -253,8 +253,8 @@ def test_layers_know_of_no_batch_after_a_step(graph):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["training.batch_size=20"], "prior_scope is 'graph', which a batch does not see"),
-        (["training.batch_size=2", "prior_scope=neighbourhood"], "batch_size is 2; allowed: 1, or 6 and more"),
+        (["training.batch_size=20"], "prior_scope must be 'neighborhood' in batches, got 'graph'"),
+        (["training.batch_size=2", "prior_scope=neighborhood"], "batch_size must be 1, or at least 6 .*, got 2"),
     ],
 )
 def test_batches_that_cannot_be_are_refused(graph, settings, message):
@@ -292,11 +292,11 @@ def test_tuned_configs_are_complete():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("dropout=1", "dropout is 1; allowed"),
-        ("num_heads=0", "num_heads is 0; allowed"),
-        ("learning_rate=0", "learning_rate is 0; allowed"),
-        ("weight_decay=-1", "weight_decay is -1; allowed"),
-        ("prior_scope=world", "prior_scope is 'world'; allowed: 'graph', 'neighbourhood'"),
+        ("dropout=1", "dropout must be below 1, got 1"),
+        ("num_heads=0", "num_heads must be at least 1, got 0"),
+        ("learning_rate=0", "learning_rate must be above 0, got 0"),
+        ("weight_decay=-1", "weight_decay must be at least 0.*, got -1"),
+        ("prior_scope=world", "prior_scope must be one of 'graph', 'neighborhood', got 'world'"),
     ],
 )
 def test_bad_settings_are_named(setting, message):

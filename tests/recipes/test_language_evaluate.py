@@ -11,6 +11,7 @@ from language_files import GLUE, call, trained, write_glue, write_squad
 
 from bayesattn.evaluation.runs import read_predictions, write_predictions
 from bayesattn.metrics import aurc, expected_calibration_error
+from bayesattn_recipes.common.doubt import MOST_DOUBTFUL
 from bayesattn_recipes.language import serve, shifts, spans
 from bayesattn_recipes.language.data import Example
 from bayesattn_recipes.language.evaluate import measure_run, predict_run
@@ -112,10 +113,29 @@ def test_post_hoc_noise_is_tuned_and_taken_back(soft_run):
     assert torch.equal(found.splits["test"].samples["mean"], alone.splits["test"].samples["mean"])
 
 
+@pytest.mark.parametrize("variant", ["soft", "BAM-WC"])
+def test_most_doubtful_texts_are_kept_with_their_tokens(variant):
+    folder = trained(variant)
+    found = predict_run(folder, num_samples=2, noise=(0.0,), methods=["mean"])
+    part, run = found.splits["test"], load_run(folder)
+    kept = part.doubtful
+    assert len(kept.examples) == MOST_DOUBTFUL
+    assert (kept.margin / kept.std).diff().min() >= 0
+    # the margin is that of the probabilities in the same file
+    top = part.samples["mean"][0, kept.examples].topk(2, dim=-1).values
+    assert torch.allclose(kept.margin, (top[:, 0] / top[:, 1]).log(), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(kept.by_token.sum(dim=1), kept.std.square(), rtol=1e-4)
+    assert torch.allclose(kept.by_head.sum(dim=(1, 2)), kept.std.square(), rtol=1e-4)
+    for words, variances in zip(kept.words, kept.by_token, strict=True):
+        assert words[0] == run.tokenizer.cls_token
+        assert not variances[len(words) :].any()
+    assert found.splits["validation"].doubtful is None
+
+
 def test_data_of_the_run_come_before_the_variable(soft_run, tmp_path, monkeypatch):
     monkeypatch.setenv("BAYESATTN_DATA", str(tmp_path))
     assert predict_run(soft_run, noise=(0.0,), methods=["mean"], data=tmp_path).splits["test"].labels is not None
-    with pytest.raises(ValueError, match=r"holds no train\.tsv"):
+    with pytest.raises(ValueError, match=r"has no train\.tsv"):
         predict_run(soft_run, noise=(0.0,), methods=["mean"], data=tmp_path.parent)
 
 
@@ -125,7 +145,7 @@ def test_data_that_moved_are_found_by_the_variable(soft_run, tmp_path, monkeypat
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**run, "data": str(tmp_path / "gone")}))
     monkeypatch.delenv("BAYESATTN_DATA", raising=False)
-    with pytest.raises(ValueError, match="which does not exist"):
+    with pytest.raises(ValueError, match=r"does not exist. It must hold train"):
         predict_run(folder, noise=(0.0,), methods=["mean"])
     monkeypatch.setenv("BAYESATTN_DATA", run["data"])
     assert predict_run(folder, noise=(0.0,), methods=["mean"]).splits["test"].labels is not None
@@ -134,13 +154,13 @@ def test_data_that_moved_are_found_by_the_variable(soft_run, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": ["attention"]}, "method is 'attention'; allowed for this run: mean, dropout, post-hoc"),
-        ({"num_samples": 1}, "num_samples is 1; allowed"),
-        ({"noise": (-1.0,)}, "noise is -1.0; allowed: 0 to 5"),
+        ({"methods": ["attention"]}, "method must be one of mean, dropout, post-hoc for this run, got 'attention'"),
+        ({"num_samples": 1}, "num_samples must be an integer of at least 2, got 1"),
+        ({"noise": (-1.0,)}, "noise must be from 0 to 5, got -1.0"),
     ],
 )
 def test_bad_option_of_evaluation_is_an_error(options, message, soft_run):
-    with pytest.raises(ValueError, match="allowed") as raised:
+    with pytest.raises(ValueError, match="must be") as raised:
         predict_run(soft_run, **options)
     assert message in str(raised.value)
 
@@ -175,7 +195,7 @@ def test_regression_is_measured_by_correlations_and_spread(tmp_path):
     assert values["mean_deviation"]["value"] > 0.0
     assert measured["methods"]["mean"]["splits"]["test"]["metrics"]["mean_deviation"]["value"] == 0.0
     model = serve.load(tmp_path / "run", num_samples=3)
-    assert "a score is neither right nor wrong" in model.about_trust
+    assert "a score is neither right nor wrong" in model.note
     served = model("A man.", "A dog.")
     assert (served.probability, served.trust) == (None, None)
     assert served.deviation > 0.0
@@ -200,7 +220,7 @@ def test_answers_are_measured_by_exact_match_and_f1(squad_runs):
 
 
 def test_right_answer_has_the_same_class_whatever_the_way_to_predict(squad_runs, monkeypatch):
-    question = shifts.Question("q", "Which colour?", "red or blue", (("blue", 7),), "T")
+    question = shifts.Question("q", "Which color?", "red or blue", (("blue", 7),), "T")
     ranked = {"mean": ["red", "blue", "x", "y", "z"], "attention": ["blue", "red", "x", "y", "z"]}
     shares = torch.tensor([[0.5, 0.2, 0.1, 0.05, 0.05, 0.1]])
     found = {method: spans.Answer(texts, shares, 0.0, shares[:, 0]) for method, texts in ranked.items()}
@@ -263,7 +283,7 @@ def test_no_answer_threshold_is_chosen_on_validation(squad_runs):
 
 def test_question_is_answered_from_its_paragraph(squad_runs):
     context = "In Town1 the box 7 is dark blue and it is heavy."
-    served = serve.load(squad_runs[0]["squad1"], num_samples=3)("What colour is box 7?", context)
+    served = serve.load(squad_runs[0]["squad1"], num_samples=3)("What color is box 7?", context)
     assert served.label in context
     assert served.label
     assert 0.0 < served.probability < 1.0
@@ -351,7 +371,7 @@ def test_bad_line_of_a_file_is_an_error_with_its_number_before_any_answer(bayesi
     (tmp_path / "texts.txt").write_text("a dull plot\n" * 40 + "\nwarm\tmusic\n")
     assert call("predict", bayesian_run, "--file", tmp_path / "texts.txt", "--samples", 3) == 2
     shown = capsys.readouterr()
-    assert "line 42 is ('warm', 'music'); allowed for task 'own': 1 text that is not empty" in shown.err
+    assert "line 42 must be 1 text that is not empty for task 'own', got ('warm', 'music')" in shown.err
     assert shown.out == ""
 
 
@@ -365,16 +385,20 @@ def test_predict_reads_files_and_says_what_was_cut(bayesian_run, capsys, tmp_pat
 @pytest.mark.parametrize(
     ("options", "stdin", "message"),
     [
-        (["--text", " "], "", "input 1 is (' ',); allowed for task 'own': 1 text that is not empty"),
-        (["--text", "a", "--second", "b"], "", "input 1 is ('a', 'b'); allowed for task 'own': 1 text"),
+        (["--text", " "], "", "input 1 must be 1 text that is not empty for task 'own', got (' ',)"),
+        (["--text", "a", "--second", "b"], "", "input 1 must be 1 text that is not empty for task 'own', got ('a', 'b')"),
         (["--second", "b"], "", "--second is given without --text"),
         (["--text", "a", "--file", "x"], "", "both --text and --file are given"),
         (["--file", "nowhere.txt"], "", "nowhere.txt"),
-        (["--text", "a", "--method", "dropout"], "", "method is 'dropout'; allowed for this run: mean, attention"),
+        (
+            ["--text", "a", "--method", "dropout"],
+            "",
+            "method must be one of mean, attention, attention+dropout for this run, got 'dropout'",
+        ),
         ([], '{"text": "a"}\n{"text": 3}\n', "line 2 is"),
         ([], "{\n", "line 1: not JSON"),
         ([], "[" * 100_000, "line 1: nested too deeply"),
-        ([], '\n{"text": " "}\n', "line 2 is (' ',); allowed for task 'own': 1 text that is not empty"),
+        ([], '\n{"text": " "}\n', "line 2 must be 1 text that is not empty for task 'own', got (' ',)"),
     ],
 )
 def test_bad_input_of_predict_is_one_line(options, stdin, message, bayesian_run, capsys, monkeypatch):
@@ -389,7 +413,9 @@ def test_predict_says_which_recipe_it_is_for(bayesian_run, tmp_path, capsys):
     run = json.loads((bayesian_run / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps(run | {"recipe": "vqa"}))
     assert call("predict", tmp_path, "--text", "a") == 2
-    assert "is a run of recipe 'vqa'; allowed here: 'language'" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "is a run of recipe 'vqa', which has no module 'serve' and so cannot answer for new inputs" in refusal
+    assert refusal.endswith("Use a run of 'language'\n")
 
 
 @pytest.mark.skipif(shared_data() is None, reason="the shared data folder is not there")

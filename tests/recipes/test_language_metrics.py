@@ -66,7 +66,7 @@ def test_a_constant_prediction_is_worth_nothing(name):
         ("1,000", "1000"),
     ],
 )
-def test_answers_are_normalised_as_squad_does(text, expected):
+def test_answers_are_normalized_as_squad_does(text, expected):
     assert metrics.normalize_answer(text) == expected
 
 

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import os
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_missing_tokenizer_is_an_error(packed):
     folder, _ = packed
     for name in ("tokenizer.json", "vocab.txt"):
         (folder / name).unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="has no tokenizer; allowed: a folder with one of"):
+    with pytest.raises(ValueError, match=r"has no tokenizer. Give a folder with one of"):
         encoders.load_tokenizer(str(folder), list)
 
 
@@ -86,7 +87,7 @@ def test_weights_in_a_pickle_are_not_opened(packed):
     folder, encoder = packed
     (folder / "model.safetensors.xz").unlink()
     torch.save(encoder.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="whose weights cannot be loaded"):
+    with pytest.raises(ValueError, match=r"the weights of encoder .* cannot be loaded"):
         load(folder)
 
 
@@ -99,7 +100,7 @@ def test_code_in_the_folder_of_an_encoder_is_never_run(packed, part, monkeypatch
     if part == "config":
         settings = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
         (folder / "config.json").write_text(json.dumps(settings))
-        with pytest.raises(ValueError, match="whose config cannot be loaded"):
+        with pytest.raises(ValueError, match=r"the config of encoder .* cannot be loaded"):
             encoders.encoder_config(str(folder), encoders.tiny_tokenizer(["a"]))
     else:
         settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
@@ -112,13 +113,13 @@ def test_weights_that_do_not_fit_are_named(packed):
     folder, encoder = packed
     weights = {name: value for name, value in encoder.state_dict().items() if "pooler" not in name}
     model = hf.BertForSequenceClassification(encoder.config)
-    with pytest.raises(ValueError, match=r"do not fit their config: \['pooler"):
+    with pytest.raises(ValueError, match=r"do not match their config: \['pooler"):
         encoders.load_encoder(model, weights, str(folder))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("e5-small", "encoder_e5_small_hf is not in the data folder"), ("./nowhere", "which is not a folder")],
+    [("e5-small", "encoder_e5_small_hf, which is not in the data folder"), ("./nowhere", "which is not a folder")],
 )
 def test_encoder_that_is_not_there_is_an_error(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -136,7 +137,7 @@ def test_dropout_rates_reach_the_layers():
 
 
 def test_rate_that_an_encoder_does_not_have_is_an_error():
-    with pytest.raises(ValueError, match="but a gpt2 encoder has no such rate"):
+    with pytest.raises(ValueError, match="because a gpt2 encoder has no such rate"):
         encoders.set_up(hf.GPT2Config(), "classification", 2, {"classifier_dropout": 0.1})
 
 
@@ -191,21 +192,21 @@ def test_albert_configs_have_the_papers_settings(name, rate, batch, dropout, ste
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["max_length=600"], "max_length is 600; allowed: at most 512"),
-        (["dropout=1.5"], "dropout is 1.5; allowed: below 1"),
-        (["task=glue"], "task is 'glue'; allowed: cola"),
+        (["max_length=600"], "max_length must be at most 512, got 600"),
+        (["dropout=1.5"], "dropout must be below 1, got 1.5"),
+        (["task=glue"], "got 'glue'"),
         (
             ["training.keep=validation_f2"],
-            "training.keep is 'validation_f2'; allowed: 'last', 'validation_loss', 'validation_acc",
+            "training.keep must be one of 'last', 'validation_loss', 'validation_acc",
         ),
-        (["training.steps=0"], "steps is 0; allowed"),
-        (["training.learning_rate=0"], "training.learning_rate is 0; allowed: a number above 0"),
-        (["training.stesp=3"], "mrpc.yaml: training.stesp is unknown; allowed: accumulation_steps"),
-        (["train_size=0"], "train_size is 0; allowed"),
+        (["training.steps=0"], "steps must be at least 1, got 0"),
+        (["training.learning_rate=0"], "training.learning_rate must be above 0, got 0"),
+        (["training.stesp=3"], "mrpc.yaml: training.stesp is unknown. Use one of accumulation_steps"),
+        (["train_size=0"], "train_size must be at least 1, got 0"),
     ],
 )
 def test_bad_setting_is_an_error(settings, message):
-    with pytest.raises(ValueError, match="allowed") as raised:
+    with pytest.raises(ValueError, match=r"must be|is unknown") as raised:
         load_config("mrpc", settings)
     assert message in str(raised.value)
 
@@ -248,3 +249,21 @@ def test_e5_small_loads_and_tells_sentences_apart():
     assert float(vectors[0] @ vectors[1]) > float(vectors[0] @ vectors[2]) + 0.1
     # 12 layers × (32·5 + 5 + 5 + 1)
     assert conversion_report(model).added_parameters == 12 * 171
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_packed_encoder_is_unpacked_once_for_all_processes(tmp_path, monkeypatch, has_cache):
+    weights = tmp_path / f"{encoders.WEIGHTS}.xz"
+    weights.touch()
+    monkeypatch.delenv(encoders.CACHE_VARIABLE, raising=False)
+    if has_cache:
+        monkeypatch.setenv(encoders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    seen = []
+    monkeypatch.setattr(
+        "bayesattn_recipes.language.model.packed_weights",
+        lambda path: seen.append((path, os.environ[encoders.CACHE_VARIABLE])),
+    )
+    with encoders.unpacked(str(tmp_path)):
+        cache = os.environ[encoders.CACHE_VARIABLE]
+    assert seen == [(weights, cache)]
+    assert os.environ.get(encoders.CACHE_VARIABLE) == (str(tmp_path / "cache") if has_cache else None)

@@ -15,10 +15,10 @@ from bayesattn.cli.registry import Recipe
 from bayesattn.evaluation.report.gather import group_runs, read_runs
 from bayesattn.evaluation.runs import RunError
 from bayesattn_recipes.language import reproduce as reproducing
-from bayesattn_recipes.language.plan import ROWS, in_order, make_plan, members
-from bayesattn_recipes.language.reproduce import reproduce
+from bayesattn_recipes.language.reproduce import ROWS, LanguageRuns, members, plan_runs, reproduce, row_seeds
 from bayesattn_recipes.language.table import section
 from bayesattn_recipes.language.tasks import TASKS
+from bayesattn_recipes.language.train import load_config
 
 TINY = ["encoder=tiny", "training.steps=2", "max_length=16", "train_size=64"]
 VARIANTS = ["soft", "dropout", "post-hoc", "ensemble", "BAM-WC", "BAM-WC+dropout"]
@@ -80,13 +80,13 @@ def test_cells_of_other_settings_are_refused(table, sentiment):
 
 def test_csv_holds_every_number(table):
     rows = list(csv.DictReader((table / "cells.csv").read_text().splitlines()))
-    cell = json.loads((table / "cells" / "own-BAM-WC-attention-0.json").read_text())["measures"]["splits"]["test"]
+    methods = json.loads((table / "cells" / "own-BAM-WC-0.json").read_text())["measures"]["methods"]
     found = {
         row["metric"]: float(row["value"])
         for row in rows
         if (row["variant"], row["split"], row["draws"]) == ("BAM-WC", "test", "True")
     }
-    assert found == cell
+    assert found == methods["attention"]["splits"]["test"]
 
 
 def test_calibration_is_drawn_for_every_row(table):
@@ -107,23 +107,18 @@ def test_runs_of_a_table_can_be_reported(table):
 
 
 def test_two_processes_give_what_one_gives(table, sentiment, tmp_path):
-    run_table(tmp_path, sentiment, ["soft", "BAM-WC"], jobs=2)
-    for path in (tmp_path / "cells").iterdir():
-        found, alone = (json.loads((folder / "cells" / path.name).read_text()) for folder in (tmp_path, table))
-        assert found["measures"]["splits"]["test"] == alone["measures"]["splits"]["test"]
+    run_table(tmp_path, sentiment, ["BAM-WC"], num_seeds=2, jobs=2)
+    folders = [folder / "cells" / "own-BAM-WC-0.json" for folder in (tmp_path, table)]
+    found, alone = (json.loads(path.read_text())["measures"]["methods"] for path in folders)
+    assert found.keys() == alone.keys()
+    assert all(found[method]["splits"]["test"] == alone[method]["splits"]["test"] for method in found)
 
 
 def test_five_runs_make_three_ensembles_and_no_more_runs():
-    plan = make_plan("own", ["soft", "ensemble"], 5, TINY, None, (), Path("out"))
-    assert [members(seed) for seed in plan.seeds("ensemble")] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    assert [job.config.seed for job in plan.jobs()] == [0, 1, 2, 3, 4]
-
-
-def test_runs_begin_seed_by_seed():
-    plans = [make_plan(name, ["soft", "BAM-WC"], 2, TINY, None, (), Path("out")) for name in ("mrpc", "rte")]
-    names = [job.folder.name for job in in_order(plans)]
-    assert names[:4] == ["mrpc-soft-0", "mrpc-BAM-WC-0", "rte-soft-0", "rte-BAM-WC-0"]
-    assert all(name.endswith("-1") for name in names[4:])
+    work = LanguageRuns(load_config("own", TINY), None, ())
+    assert [members(seed) for seed in row_seeds("ensemble", 5)] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert plan_runs(work, "own", ["soft", "ensemble"], 5).num_seeds == {"soft": 5}
+    assert plan_runs(work, "own", ["ensemble", "BAM-WC"], 1).num_seeds == {"soft": 3, "BAM-WC": 1}
 
 
 def test_failed_run_leaves_a_table_of_the_others(tmp_path, sentiment, monkeypatch):
@@ -231,8 +226,8 @@ def test_squad_has_two_numbers_of_the_paper():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks", "mrpc,glue"], "tasks has 'glue'; allowed: albert-cola"),
-        (["--variants", "hard"], f"variants has 'hard'; allowed: {', '.join(ROWS)}"),
+        (["--tasks", "mrpc,glue"], "tasks must be among albert-cola"),
+        (["--variants", "hard"], f"variants must be among {', '.join(ROWS)}, got 'hard'"),
     ],
 )
 def test_unknown_names_are_errors(options, message, tmp_path, capsys):

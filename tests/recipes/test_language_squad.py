@@ -16,14 +16,14 @@ from bayesattn_recipes.language.tasks import TASKS
 from data import shared_data
 
 
-def make_question(context="The box is dark blue and heavy.", text="dark blue", question="What colour?"):
+def make_question(context="The box is dark blue and heavy.", text="dark blue", question="What color?"):
     answers = () if text is None else ((text, context.index(text)),)
     return Question("q", question, context, answers, "T")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tiny_tokenizer(["the box is dark blue and heavy . what colour ? light red"])
+    return tiny_tokenizer(["the box is dark blue and heavy . what color ? light red"])
 
 
 def test_articles_are_not_shared_between_splits(tmp_path):
@@ -49,8 +49,8 @@ def test_training_file_leaves_the_dev_file_whole(tmp_path):
     [
         (lambda text: text[:-20], "not JSON"),
         (lambda text: text.replace('"data"', '"date"'), "has no 'data'"),
-        (lambda text: text.replace('"answer_start": 22', '"answer_start": 23'), "does not stand at character 23"),
-        (lambda text: text.replace("What colour is box 0?", " "), "question or context is empty"),
+        (lambda text: text.replace('"answer_start": 22', '"answer_start": 23'), "is not at character 23"),
+        (lambda text: text.replace("What color is box 0?", " "), "question and context must not be empty"),
         (lambda text: text.replace('"answers"', '"replies"'), "question 'Town0-0': 'answers' is missing"),
     ],
 )
@@ -98,7 +98,7 @@ def test_source_datasets_asks_the_hub_for_squad(name, asked, monkeypatch):
         ({"answers": {"text": ["red"]}}, "train, row 0 is not in the hub's layout of SQuAD: KeyError: 'answer_start'"),
         (
             {"answers": {"text": ["red"], "answer_start": [3]}},
-            "question '0': the answer 'red' does not stand at character 3",
+            "question '0': the answer 'red' is not at character 3",
         ),
         ({"context": None}, "train, row 0 is not in|question '0'"),
     ],
@@ -116,7 +116,7 @@ def test_labels_of_a_window_are_the_tokens_of_the_answer(tokenizer):
     assert question.context[window.offsets[start][0] : window.offsets[end][1]] == "dark blue"
 
 
-def test_long_paragraph_is_cut_into_windows_and_labelled_where_the_answer_is(tokenizer):
+def test_long_paragraph_is_cut_into_windows_and_labeled_where_the_answer_is(tokenizer):
     question = make_question(context="the box and " * 20 + "is light red", text="light red")
     pieces = windows(tokenizer, [question], 32)
     assert len(pieces) > 2
@@ -210,7 +210,7 @@ def test_window_with_fewer_spans_than_candidates_has_empty_answers_of_no_mass(to
     assert float(found.probabilities[:, 1:5].sum()) == 0.0
 
 
-def test_right_class_is_the_candidate_that_matches_after_normalisation():
+def test_right_class_is_the_candidate_that_matches_after_normalization():
     found = spans.Answer(["red", "The dark, blue", "x", "y", "z", ""], torch.ones(1, 7) / 7, 0.0, torch.ones(1))
     assert right_class(make_question(), found, allows_none=True) == 1
     assert right_class(make_question(text=None), found, allows_none=True) == spans.NUM_CANDIDATES

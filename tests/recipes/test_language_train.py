@@ -121,12 +121,12 @@ def test_a_broken_run_is_refused_in_one_line(name, soft_run, tmp_path, capsys):
         (
             lambda f: (f / "train.tsv").write_text(HEADER + "A.\tgood\nB.\tbad\tx\nC.\tbad\n"),
             [],
-            "line 3: has 3 fields",
+            "line 3: the row must have 2 fields (sentence, label), got 3",
         ),
-        (lambda f: (f / "dev.tsv").write_text(HEADER + "A.\tnice\n"), [], "label is 'nice'; allowed: 'bad', 'good'"),
+        (lambda f: (f / "dev.tsv").write_text(HEADER + "A.\tnice\n"), [], "label must be one of 'bad', 'good', got 'nice'"),
         (lambda f: (f / "dev.tsv").write_text(HEADER + "\tgood\n"), [], "line 2: sentence is empty"),
-        (lambda f: (f / "train.tsv").unlink(), [], "holds no train.tsv"),
-        (lambda f: None, ["encoder=e5-small"], "encoder_e5_small_hf is not in the data folder"),
+        (lambda f: (f / "train.tsv").unlink(), [], "has no train.tsv"),
+        (lambda f: None, ["encoder=e5-small"], "encoder_e5_small_hf, which is not in the data folder"),
         (lambda f: (f / "encoder").mkdir(), ["encoder=FOLDER/encoder"], "has no tokenizer"),
     ],
 )
@@ -240,7 +240,7 @@ def test_complete_run_is_left_as_it_is_by_resume(soft_run):
     config = load_run(soft_run).config
     assert train_run(config, soft_run, data=sentiment_data(), resume=True).rows == log_of(soft_run)
     assert {path: path.stat().st_mtime_ns for path in soft_run.rglob("*")} == before
-    with pytest.raises(RunError, match=r"is another run: config\.seed is 1 and was 0"):
+    with pytest.raises(RunError, match=r"has another config: config\.seed is 1 and was 0"):
         train_run(dataclasses.replace(config, seed=1), soft_run, data=sentiment_data(), resume=True)
 
 

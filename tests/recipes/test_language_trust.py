@@ -97,15 +97,15 @@ def test_a_threshold_is_for_its_number_of_draws(run):
     write_rule(run)
     model = serve.load(run, num_samples=3)
     assert model("a dull plot").trust is None
-    assert "the threshold is for 5 draws, not 3; run" in model.about_trust
-    assert model.about_trust.endswith("--method attention --samples 3`")
+    assert "the threshold is for 5 draws, not 3; run" in model.note
+    assert model.note.endswith("--method attention --samples 3`")
 
 
 def test_answers_without_a_promise_are_not_marked(run):
     write_rule(run, threshold=None)
     model = serve.load(run)
     assert model("a dull plot").trust is None
-    assert "cannot promise" in model.about_trust
+    assert "cannot promise" in model.note
 
 
 @pytest.mark.parametrize("changes", [{"threshold": "high"}, {"error": None}, {"num_samples": 2.5}, {"more": 1}])
@@ -113,7 +113,7 @@ def test_a_rule_that_cannot_be_read_is_one_line(run, changes, capsys):
     write_rule(run, **changes)
     assert call("predict", run, "--text", "a") == 2
     error = capsys.readouterr().err
-    assert f"run `bayesattn evaluate {run}` again" in error
+    assert f"Run `bayesattn evaluate {run}` again" in error
     assert error.count("\n") == 1
 
 
@@ -132,4 +132,4 @@ def test_every_text_is_answered(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[0] for line in lines[:-1]] == ["bad", "good"]
     assert call("predict", run, "--text", "a", "--text", "b", "--second", "c") == 2
-    assert "--second is given 1 times with 2 --text; allowed: one for every --text" in capsys.readouterr().err
+    assert "--second is given 1 times with 2 --text. Give one for every --text" in capsys.readouterr().err

@@ -7,16 +7,16 @@ import pytest
 import torch
 from line_experiment import BATCHES, LineExperiment
 
+from bayesattn.entropy import is_observing_entropy
 from bayesattn.evaluation.runs import RunError
-from bayesattn.kl import is_observing_entropy
 from bayesattn.noise.keyed import example_seeds
 from bayesattn_recipes.common.checkpoints import Checkpoints, check_identity
 from bayesattn_recipes.common.config import build_config
 from bayesattn_recipes.common.experiment import Experiment
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.loop import TrainingConfig, train
+from bayesattn_recipes.common.position import Position
 from bayesattn_recipes.common.processes import Processes
-from bayesattn_recipes.common.standing import Standing
 from bayesattn_recipes.common.state import random_state
 
 
@@ -105,14 +105,14 @@ def test_the_log_so_far_is_beside_the_checkpoints_and_leftovers_go_when_a_run_go
 def test_sums_of_other_processes_go_to_the_first_when_their_number_changes(rank):
     """Begun by three processes, on with two: what the three had added up counts once."""
     experiment, processes = LineExperiment(), Processes()
-    at = Standing(step=4, batch=1)
+    at = Position(step=4, batch=1)
     at.sums |= {"nll": 2.0, "kl": 3.0, "labels": 11, "examples": 7}
     state = at.pack(experiment, processes, random_state(), {})
     other = {**state["processes"][0], "sums": {**at.sums, "nll": 5.0}}
     state["processes"] = [state["processes"][0], other, other]
     processes.world, processes.rank = 2, rank
-    with pytest.warns(UserWarning, match="begun with 3 processes and goes on with 2"):
-        found, generators = Standing.unpack(state, experiment, processes, seed=0)
+    with pytest.warns(UserWarning, match="started with 3 processes and continues with 2"):
+        found, generators = Position.unpack(state, experiment, processes, seed=0)
     assert generators is None
     assert (found.step, found.batch) == (4, 1)
     expected = {"nll": 12.0, "kl": 9.0} if rank == 0 else {"nll": 0.0, "kl": 0.0}
@@ -122,7 +122,7 @@ def test_sums_of_other_processes_go_to_the_first_when_their_number_changes(rank)
 
 
 def test_a_setting_that_one_side_lacks_is_another_run(tmp_path):
-    with pytest.raises(RunError, match=r"is another run: config\.limit is missing and was None"):
+    with pytest.raises(RunError, match=r"has another config: config\.limit is missing and was None"):
         check_identity(tmp_path, {"config": {"limit": None}}, {"config": {}})
 
 
@@ -133,16 +133,16 @@ def test_a_batch_has_one_label_per_example_unless_a_recipe_says_otherwise():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"epochs": 0}, "epochs is 0; allowed: at least 1"),
-        ({"batch_size": 0}, "batch_size is 0; allowed"),
-        ({"accumulation_steps": 0}, "accumulation_steps is 0; allowed"),
-        ({"checkpoint_steps": 0}, "checkpoint_steps is 0; allowed"),
-        ({"clip_norm": 0.0}, "clip_norm is 0.0; allowed: a number above 0"),
-        ({"clip_norm": float("inf")}, "clip_norm is inf; allowed: a finite number"),
-        ({"checkpoint_seconds": float("inf")}, "checkpoint_seconds is inf; allowed: a finite number"),
-        ({"checkpoint_seconds": -1.0}, "checkpoint_seconds is -1.0"),
-        ({"patience": 0, "keep": "score"}, "patience is 0; allowed: at least 1"),
-        ({"patience": 1}, "patience is 1; allowed with keep 'last': null"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"accumulation_steps": 0}, "accumulation_steps must be at least 1, got 0"),
+        ({"checkpoint_steps": 0}, "checkpoint_steps must be at least 1, got 0"),
+        ({"clip_norm": 0.0}, "clip_norm must be above 0, got 0.0"),
+        ({"clip_norm": float("inf")}, "clip_norm must be a finite number, got inf"),
+        ({"checkpoint_seconds": float("inf")}, "checkpoint_seconds must be a finite number, got inf"),
+        ({"checkpoint_seconds": -1.0}, "checkpoint_seconds must be at least 0, got -1.0"),
+        ({"patience": 0, "keep": "score"}, "patience must be at least 1, got 0"),
+        ({"patience": 1}, "patience must be null with keep 'last', got 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(values, message):

@@ -131,7 +131,7 @@ def test_a_long_run_keeps_no_tensor_it_does_not_need():
 
     config = TinyConfig(training(epochs=30, batch_size=8, noise="keyed"))
     train(TinyExperiment(config), config.training, seed=0, on_progress=count)
-    # the optimiser's state is there after the first step, the kept parameters after the first epoch
+    # the optimizer's state is there after the first step, the kept parameters after the first epoch
     assert len(counts) == 4
     assert counts[1] == counts[-1]
 
@@ -148,7 +148,7 @@ def test_ctrl_c_on_the_command_line_saves_and_the_printed_command_goes_on(tmp_pa
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     command = "python -m bayesattn " + " ".join(words) + " --resume"
-    assert errors.strip().endswith(f"go on with: {command}")
+    assert errors.strip().endswith(f"Continue with: {command}")
     assert errors.strip().count("\n") == 0
 
 
@@ -222,7 +222,7 @@ def test_tensorboard_gets_every_number_against_the_step(tmp_path, monkeypatch):
 
 def test_tensorboard_without_its_package_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="tensorboard is not installed; install it with: pip install tensorboard"):
+    with pytest.raises(ValueError, match=r"tensorboard is not installed. Install it with: pip install tensorboard"):
         TensorBoardLog(tmp_path)
     with pytest.raises(ValueError, match="tensorboard is not installed"):
         run(tmp_path / "new", tensorboard=True)

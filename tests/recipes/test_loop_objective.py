@@ -109,7 +109,7 @@ def test_a_number_of_steps_replaces_the_epochs():
     assert log.rows[1]["train_kl"] == pytest.approx(total / 6)
 
 
-def test_the_scheduler_steps_once_per_optimiser_step_and_the_gradient_is_clipped():
+def test_the_scheduler_steps_once_per_optimizer_step_and_the_gradient_is_clipped():
     experiment = LineExperiment()
     experiment.scheduler = torch.optim.lr_scheduler.LambdaLR(experiment.optimizer, lambda step: 0.5**step)
     config = TrainingConfig(accumulation_steps=2, clip_norm=0.01, kl_schedule=KLSchedule("constant", final=0.0))

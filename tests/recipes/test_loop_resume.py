@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_taken(tmp_path, un
         run(tmp_path, kill_at=7)
     newest, previous = _checkpoints.Checkpoints(tmp_path, {}).paths()
     damage(newest, how)
-    with pytest.warns(UserWarning, match=f"{newest.name}.*going on from {previous.name} instead"):
+    with pytest.warns(UserWarning, match=f"{newest.name}.*continuing from {previous.name} instead"):
         run(tmp_path, resume=True)
     assert_same_results(tmp_path, uninterrupted)
 
@@ -246,7 +246,7 @@ def test_another_config_is_refused_for_a_finished_run_too(tmp_path):
 def test_an_unfinished_run_is_not_replaced_unasked(tmp_path, uninterrupted):
     with pytest.raises(Killed):
         run(tmp_path, kill_at=3)
-    with pytest.raises(RunError, match="holds an unfinished run; allowed: a new folder, --resume"):
+    with pytest.raises(RunError, match=r"holds an unfinished run. Continue it with --resume"):
         run(tmp_path)
     run(tmp_path, overwrite=True)
     assert_same_results(tmp_path, uninterrupted)
@@ -270,7 +270,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, uninterrupted, monkeypat
 
     with pytest.raises(Interrupted) as caught:
         runs.train_run("tiny", config, lambda: TinyExperiment(config), tmp_path, on_progress)
-    assert str(caught.value).endswith("after step 5 of 12, which is saved; go on with: "
+    assert str(caught.value).endswith("after step 5 of 12, which is saved. Continue with: "
                                       "bayesattn train tiny --out 'a folder' --resume")  # fmt: skip
     assert caught.value.exit_code == 128 + number
     assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
@@ -329,7 +329,7 @@ def test_state_returns_bit_for_bit(tmp_path):
 
 
 def test_state_with_something_else_in_it_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"state/scheduler/0 is a function; allowed"):
+    with pytest.raises(ValueError, match=r"state/scheduler/0 is a function. The state of a run may hold only"):
         _state.flatten({"scheduler": [lambda step: 1.0]})
 
 

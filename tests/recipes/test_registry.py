@@ -3,20 +3,42 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 
 from bayesattn.cli import main, registry
-from bayesattn_recipes import RECIPES
+from bayesattn.evaluation.runs import write_run
+from bayesattn_recipes import RECIPES, STUDIES
 
 TRAIN = """
 def load_config(name, settings):
     raise ValueError(f"mine was asked for {name}")
 """
+SERVE = """
+class Echo:
+    note = "no answer is marked"
+
+    def __init__(self, folder, num_samples, seed, method):
+        self.options = [num_samples, seed, method]
+
+    def check(self, texts, where):
+        if len(texts) != 1:
+            raise ValueError(f"{where} has {len(texts)} texts; give one")
+
+    def answer(self, inputs):
+        return [Said([text, *self.options]) for (text,) in inputs]
+
+class Said(list):
+    def to_dict(self):
+        return {"said": list(self)}
+
+load = Echo
+"""
 
 
 def test_the_papers_recipes_are_announced():
-    assert registry.installed() == RECIPES
+    assert registry.installed() == RECIPES | STUDIES
     assert all(recipe.has("train") and recipe.config_names for recipe in RECIPES.values())
 
 
@@ -40,6 +62,7 @@ def test_a_recipe_of_another_package_is_found_and_run(tmp_path):
         'from bayesattn.cli.registry import Recipe\nMINE = Recipe("mine", "a recipe of my own", "my_package")\n'
     )
     (package / "train.py").write_text(TRAIN)
+    (package / "serve.py").write_text(SERVE)
     (package / "configs" / "small-wc.yaml").write_text("{}\n")
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1\n")
     (facts / "entry_points.txt").write_text(f"[{registry.GROUP}]\nmine = my_package:MINE\n")
@@ -54,11 +77,27 @@ def test_a_recipe_of_another_package_is_found_and_run(tmp_path):
     assert "small-wc" in listed
     refused = call("train", "mine", "--config", "small-wc", "--out", str(tmp_path / "run"))
     assert (refused.returncode, refused.stderr) == (2, "bayesattn: mine was asked for small-wc\n")
+    write_run(tmp_path / "done", recipe="mine", variant="soft", config={}, seed=0)
+    (tmp_path / "new.txt").write_text("first\nsecond\n")
+    answered = call("predict", str(tmp_path / "done"), "--file", str(tmp_path / "new.txt"), "--samples", "3")
+    assert answered.stdout == '{"said": ["first", 3, 0, null]}\n{"said": ["second", 3, 0, null]}\n'
+    assert answered.stderr == "no answer is marked\n"
+
+
+def test_a_recipe_that_cannot_be_imported_stops_itself_alone(monkeypatch):
+    broken = EntryPoint("broken", "a_package_that_is_not_there:RECIPE", registry.GROUP)
+    found = entry_points(group=registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: (*found, broken))
+    with pytest.warns(UserWarning, match=r"recipe 'broken' .*a_package_that_is_not_there"):
+        assert registry.installed() == RECIPES | STUDIES
+    with pytest.raises(ValueError, match=r"recipe 'broken' .*a_package_that_is_not_there"):
+        registry.find("broken")
+    assert registry.find("digits") == RECIPES["digits"]
 
 
 def test_a_part_that_a_recipe_does_not_have_is_named():
-    with pytest.raises(ValueError, match="recipe 'digits' has no 'reproduce'"):
-        registry.find("digits").load("reproduce")
+    with pytest.raises(ValueError, match="recipe 'digits' has no 'commands'"):
+        registry.find("digits").load("commands")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_every_rival_trains_through_the_loop_and_reaches_every_parameter(recipe,
         parameter.register_hook(partial(note, name))
     log = train(one, config.training, seed=1)
     assert all(torch.isfinite(p).all() for p in one.model.parameters())
-    assert not [name for name, is_reached in reached.items() if not is_reached]
+    # uniform weights do not depend on the scores
+    assert variant == "uniform" or not [name for name, is_reached in reached.items() if not is_reached]
     assert (log.rows[-1]["train_kl"] != 0.0) == config.attention.has_kl
 
 
@@ -111,21 +112,21 @@ def test_results_of_another_rival_are_not_taken_for_this_ones(setting, tmp_path)
     other = {"config": dataclasses.asdict(load("vqa", "hard-gumbel", setting))}
     with pytest.raises(RunError, match="was run with other settings"):
         read_cell(tmp_path / "cell.json", other)
-    with pytest.raises(RunError, match="is another run"):
+    with pytest.raises(RunError, match="has another config"):
         check_identity(tmp_path, {"config": values}, other)
 
 
 @pytest.mark.parametrize("recipe", SMALL)
 @pytest.mark.parametrize("variant", ["variational-enum", "variational-dirichlet"])
 def test_latent_alignments_are_refused_by_the_config(recipe, variant):
-    with pytest.raises(ValueError, match=f"variant is '{variant}', which needs the likelihood of the output under every"):
+    with pytest.raises(ValueError, match=f"variant '{variant}' needs the likelihood of the output under every"):
         load(recipe, variant)
 
 
 def test_the_graph_recipe_refuses_what_it_has_no_version_of():
-    with pytest.raises(ValueError, match="sampled_kl is True"):
+    with pytest.raises(ValueError, match="sampled_kl must be False on edges"):
         load("graph", "sampled-kl")
-    with pytest.raises(ValueError, match="weights are 'gaussian-context', whose KL is of the whole graph; allowed"):
+    with pytest.raises(ValueError, match="weights must have no KL in batches, got 'gaussian-context'"):
         experiment("graph", load("graph", "gaussian-context", "training.batch_size=50"))
 
 
@@ -134,11 +135,11 @@ def test_the_command_line_refuses_in_one_line(tmp_path, capsys):
         main(["train", "vqa", "--config", "shapes-gumbel", "--out", str(tmp_path / "run"), "--set",
               "attention.variant=variational-enum"])  # fmt: skip
     assert exited.value.code == 2
-    assert "variant is 'variational-enum'" in " ".join(capsys.readouterr().err.split())
+    assert "variant 'variational-enum' needs the likelihood" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 
-def test_nodes_in_batches_are_charged_with_their_own_neighbourhoods():
+def test_nodes_in_batches_are_charged_with_their_own_neighborhoods():
     config = load("graph", "hard-reinforce", "training.batch_size=200", "training.epochs=1")
     log = train(experiment("graph", config), config.training, seed=1)
     assert log.rows[-1]["train_nll"] > 0.0
@@ -196,7 +197,7 @@ def test_losses_of_examples_add_up_to_the_models_own(kind, tmp_path):
 
 @pytest.fixture
 def tiny_graph():
-    """Three nodes in a row, labelled at its ends, in float64 without dropout: 48 ways to choose."""
+    """Three nodes in a row, labeled at its ends, in float64 without dropout: 48 ways to choose."""
     splits = {name: torch.tensor(nodes) for name, nodes in (("train", [0, 2]), ("validation", [1]))}
     features, ends = 1.0 + torch.rand(3, 4), torch.tensor([[0, 1], [1, 2]])
     one = make_graph("row", features, torch.tensor([0, 1, 1]), ends, splits, ["a", "b"])
@@ -209,7 +210,7 @@ def tiny_graph():
     return made
 
 
-def test_gradient_of_choices_on_edges_is_unbiased_and_charging_neighbours_alone_cuts_its_variance(tiny_graph, monkeypatch):
+def test_gradient_of_choices_on_edges_is_unbiased_and_charging_neighbors_alone_cuts_its_variance(tiny_graph, monkeypatch):
     one, batch = tiny_graph, tiny_graph.collate(torch.zeros(1, dtype=torch.long))
     parameters = list(one.model.parameters())
     noted = []
@@ -219,11 +220,11 @@ def test_gradient_of_choices_on_edges_is_unbiased_and_charging_neighbours_alone_
         losses.append(F.cross_entropy(one.model(*one.inputs)[one.rows], batch["labels"], reduction="sum"))
         return losses[-1].view(1)
 
-    expected, found = torch.zeros((), dtype=torch.float64), {"neighbours": [], "graph": []}
+    expected, found = torch.zeros((), dtype=torch.float64), {"neighbors": [], "graph": []}
     shares, losses = [], []
     for chosen in itertools.product(*(itertools.product(*edges_of_nodes(edges)) for edges in one.inputs[1:])):
         estimators = {
-            "neighbours": lambda: one.nll(one.model, batch),
+            "neighbors": lambda: one.nll(one.model, batch),
             "graph": lambda: with_score_function(one.model, whole).sum(),
         }
         for name, estimator in estimators.items():
@@ -243,7 +244,7 @@ def test_gradient_of_choices_on_edges_is_unbiased_and_charging_neighbours_alone_
     moments = {name: torch.stack(gradients) for name, gradients in found.items()}
     for gradients in moments.values():
         assert torch.allclose(share @ gradients, exact, atol=1e-12)
-    assert (share @ moments["neighbours"].square()).sum() < 0.9 * (share @ moments["graph"].square()).sum()
+    assert (share @ moments["neighbors"].square()).sum() < 0.9 * (share @ moments["graph"].square()).sum()
     # without the score function the mean would be another one
     scores = one.model.hidden.att_src
     assert torch.autograd.grad(expected, scores)[0].abs().max() > 1e-3

@@ -9,7 +9,7 @@ import torch
 from bayesattn.cli.registry import find
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes import DIGITS, RECIPES
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override
+from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, with_base
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"sise": 3}, "sise is unknown; allowed: inner, is_big, limit, name, size"),
-        ({"inner": {"rat": 1}}, "inner.rat is unknown; allowed: kind, rate"),
-        ({"inner": 3}, "inner is 3; allowed: a mapping"),
-        ({"size": "3"}, "size is '3'; allowed: an integer"),
-        ({"size": True}, "size is True; allowed: an integer"),
-        ({"size": 3.5}, "size is 3.5; allowed: an integer"),
-        ({"limit": "a"}, "limit is 'a'; allowed: an integer"),
-        ({"inner": {"rate": "fast"}}, "inner.rate is 'fast'; allowed: a number"),
-        ({"inner": {"rate": True}}, "inner.rate is True; allowed: a number"),
-        ({"inner": {"kind": "c"}}, "inner.kind is 'c'; allowed: 'a', 'b'"),
+        ({"sise": 3}, "sise is unknown. Use one of inner, is_big, limit, name, size"),
+        ({"inner": {"rat": 1}}, "inner.rat is unknown. Use one of kind, rate"),
+        ({"inner": 3}, "inner must be a mapping, got 3"),
+        ({"size": "3"}, "size must be an integer, got '3'"),
+        ({"size": True}, "size must be an integer, got True"),
+        ({"size": 3.5}, "size must be an integer, got 3.5"),
+        ({"limit": "a"}, "limit must be an integer, got 'a'"),
+        ({"inner": {"rate": "fast"}}, "inner.rate must be a number, got 'fast'"),
+        ({"inner": {"rate": True}}, "inner.rate must be a number, got True"),
+        ({"inner": {"kind": "c"}}, "inner.kind must be one of 'a', 'b', got 'c'"),
     ],
 )
 def test_wrong_values_are_named(values, message):
@@ -69,10 +69,10 @@ def test_settings_reach_into_nested_values_and_leave_the_original():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("rate", "allowed: name=value"),
-        ("=3", "allowed: name=value"),
-        ("size.x=3", "size is a value and has no names inside"),
-        ("size=[", "cannot be read as YAML"),
+        ("rate", "setting must be name=value"),
+        ("=3", "setting must be name=value"),
+        ("size.x=3", "size is a plain value, not a mapping"),
+        ("size=[", "has a value that is not valid YAML"),
     ],
 )
 def test_bad_settings_are_named(setting, message):
@@ -81,7 +81,8 @@ def test_bad_settings_are_named(setting, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("[1]", "holds list"), ("a: [", "cannot be read"), ("a: *x", "cannot be read")]
+    ("content", "message"),
+    [("[1]", "must hold a mapping of names to values, got list"), ("a: [", "cannot be read"), ("a: *x", "cannot be read")],
 )
 def test_unreadable_config_is_named(tmp_path, content, message):
     path = tmp_path / "c.yaml"
@@ -96,13 +97,15 @@ def test_config_is_found_by_name_or_path(tmp_path):
     path.write_text("size: 3\n")
     assert find_config("mine", tmp_path) == path
     assert find_config(str(path), DIGITS.config_folder) == path
-    with pytest.raises(ValueError, match="config is 'nope'; allowed: lc, lf, nokl, soft, wc, wf"):
+    with pytest.raises(
+        ValueError, match="config must be one of lc, lf, nokl, soft, wc, wf, or the path of a YAML file, got 'nope'"
+    ):
         find_config("nope", DIGITS.config_folder)
 
 
 def test_every_recipe_has_configs():
     assert all(find(name).config_names for name in RECIPES)
-    with pytest.raises(ValueError, match=r"recipe is 'nope'; installed are .*'digits'"):
+    with pytest.raises(ValueError, match=r"recipe must be one of .*'digits'.*, got 'nope'"):
         find("nope")
 
 
@@ -119,3 +122,20 @@ def test_log_is_one_json_object_per_line(tmp_path):
     log.add(epoch=1, loss=0.5)
     log.write(tmp_path / "log.jsonl")
     assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 0, "loss": 1.5}\n{"epoch": 1, "loss": 0.5}\n'
+
+
+def test_config_has_the_values_of_its_base_wherever_it_names_no_others(tmp_path):
+    (tmp_path / "soft.yaml").write_text("rate: 0.1\ninner: {kind: soft, size: 3}\n")
+    (tmp_path / "twice.yaml").write_text("base: soft\n")
+    above = {"base": "soft", "inner": {"kind": "wc"}, "steps": 5}
+    expected = {"rate": 0.1, "inner": {"kind": "wc", "size": 3}, "steps": 5}
+    assert with_base(above, tmp_path, "wc.yaml") == expected
+    assert above["base"] == "soft"
+    assert with_base({"rate": 0.2}, tmp_path, "plain.yaml") == {"rate": 0.2}
+    for base in ("nope", "../soft.yaml", 3):
+        with pytest.raises(ValueError, match=rf"wc\.yaml: base must be one of the configs in .*, got {base!r}"):
+            with_base({"base": base}, tmp_path, "wc.yaml")
+    with pytest.raises(
+        ValueError, match=r"wc\.yaml: base must be a config without a base of its own, got 'twice'. Use 'soft'"
+    ):
+        with_base({"base": "twice"}, tmp_path, "wc.yaml")

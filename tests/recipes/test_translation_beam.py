@@ -147,9 +147,12 @@ def test_search_stops_when_nothing_can_improve():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam": 0, "max_length": 5}, "beam, max_length are 0, 5; allowed"),
-        ({"beam": 2, "max_length": 0}, "beam, max_length are 2, 0; allowed"),
-        ({"beam": 2, "max_length": 5, "penalty": -1.0}, "num_best, penalty are 1, -1.0; allowed"),
+        ({"beam": 0, "max_length": 5}, "beam and max_length must be integers of at least 1, got 0 and 5"),
+        ({"beam": 2, "max_length": 0}, "beam and max_length must be integers of at least 1, got 2 and 0"),
+        (
+            {"beam": 2, "max_length": 5, "penalty": -1.0},
+            "num_best must be at least 1 and penalty at least 0, got 1 and -1.0",
+        ),
     ],
 )
 def test_bad_values_are_named(options, message):

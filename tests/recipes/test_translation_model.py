@@ -37,8 +37,7 @@ def test_every_parameter_gets_a_finite_gradient(variant, sampled_kl):
 def model_config(model):
     if model.latent is not None:
         return model.latent.config
-    noisy = model.decoder.attention.context_noise
-    return model.decoder.attention.weights.config if noisy is None else noisy.config
+    return model.decoder.config
 
 
 @pytest.mark.parametrize("variant", ["soft", "BAM-WC", "variational-enum", "variational-dirichlet"])

@@ -17,7 +17,7 @@ from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.loop import TrainingConfig, train
 from bayesattn_recipes.translation import bench, bleu, figures, measure, reproduce
-from bayesattn_recipes.translation.commands import coloured
+from bayesattn_recipes.translation.commands import colored
 from bayesattn_recipes.translation.data import load_splits
 from bayesattn_recipes.translation.draws import available_methods, disagreement
 from bayesattn_recipes.translation.text import Pairs
@@ -177,12 +177,12 @@ def test_methods_follow_from_what_is_random(name, expected):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("dropout=1.5", "dropout is 1.5; allowed"),
-        ("batch_tokens=0", "batch_tokens is 0; allowed"),
-        ("learning_rate=0", "learning_rate is 0; allowed"),
-        ("warmup=1", "warmup is 1; allowed"),
-        ("attention.variant=nope", "variant is 'nope'; allowed"),
-        ("decoder_mode=fast", "decoder_mode is 'fast'; allowed: 'eager', 'compile', 'cuda-graph'"),
+        ("dropout=1.5", "dropout must be below 1, got 1.5"),
+        ("batch_tokens=0", "batch_tokens must be at least 1, got 0"),
+        ("learning_rate=0", "learning_rate must be above 0, got 0"),
+        ("warmup=1", "warmup must be below 1, got 1"),
+        ("attention.variant=nope", "variant must be one of 'soft', .*, got 'nope'"),
+        ("decoder_mode=fast", "decoder_mode must be one of 'eager', 'compile', 'cuda-graph', 'auto', got 'fast'"),
     ],
 )
 def test_bad_settings_are_named(setting, message):
@@ -218,9 +218,9 @@ def test_command_writes_json_lines_and_figures(run, monkeypatch, capsys, tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"eins\n\nzwei\n", "input, line 2 is empty; allowed: one sentence a line"),
+        (b"eins\n\nzwei\n", "input, line 2 is empty. Every line must hold one sentence"),
         (b"eins\nzw\xffei\n", "input, line 2 is not UTF-8: invalid start byte at byte 3"),
-        (b"eins\n" + b"zwei " * 200 + b"\n", "input, line 2 has 200 tokens; allowed: at most 125"),
+        (b"eins\n" + b"zwei " * 200 + b"\n", "input, line 2 must have at most 125 tokens, got 200"),
     ],
 )
 def test_bad_input_is_one_line_with_its_number(run, monkeypatch, capsys, content, message):
@@ -233,8 +233,8 @@ def test_bad_input_is_one_line_with_its_number(run, monkeypatch, capsys, content
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "dropout"], "method is 'dropout'; allowed for this run: mean, attention"),
-        (["--plots", __file__], "test_translation_train.py', which is not a folder"),
+        (["--method", "dropout"], "method must be one of mean, attention, attention+dropout for this run, got 'dropout'"),
+        (["--plots", __file__], "plots must be a folder, got"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_translated(run, monkeypatch, capsys, words, message):
@@ -251,14 +251,16 @@ def test_unknown_folder_is_named(monkeypatch, capsys, tmp_path):
 def test_training_without_data_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("BAYESATTN_DATA", raising=False)
     assert call(monkeypatch, b"", "train", "translation", "--config", "multi30k-soft", "--out", tmp_path / "out") == 2
-    assert "data is None; allowed for multi30k" in capsys.readouterr().err
+    assert (
+        "multi30k needs data, the folder of the data sets. Give it with --data or BAYESATTN_DATA" in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_colours_follow_the_doubt(run):
+def test_colors_follow_the_doubt(run):
     _, vocabulary, model = load_run(run)
     (translation,) = translate(model, vocabulary, ["eins"], max_tokens=125, num_samples=2, beam=1)
-    text = coloured(translation)
+    text = colored(translation)
     assert text.plain.startswith(translation.text)
     assert text.plain.endswith("]")
 
@@ -316,7 +318,7 @@ def test_paper_sizes_have_the_papers_number_of_parameters():
 def test_missing_sacrebleu_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(ValueError, match=r"need the package 'sacrebleu'; install it with: pip install"):
+    with pytest.raises(ValueError, match=r"need the package 'sacrebleu'. Install it with: pip install"):
         bleu.corpus_bleu(["a"], ["a"])
 
 
@@ -460,8 +462,8 @@ def test_runs_that_diverge_and_runs_that_are_missing_leave_a_table(simple_scores
 @pytest.mark.parametrize(
     ("datasets", "variants", "message"),
     [
-        (["nope"], None, "datasets has 'nope'; allowed: multi30k, tatoeba, iwslt14"),
-        (None, ["nope"], "variants has 'nope'; allowed: soft, nokl"),
+        (["nope"], None, "datasets must be among multi30k, tatoeba, iwslt14, got 'nope'"),
+        (None, ["nope"], "variants must be among soft, nokl.*, got 'nope'"),
     ],
 )
 def test_unknown_tables_are_named(datasets, variants, message, tmp_path):

@@ -59,7 +59,7 @@ def test_answer_outside_the_vocabulary_has_no_target():
         ("none", "0"),
     ],
 )
-def test_answers_are_normalised_as_the_evaluation_compares_them(given, expected):
+def test_answers_are_normalized_as_the_evaluation_compares_them(given, expected):
     assert normalize_answer(given) == expected
 
 
@@ -257,9 +257,9 @@ def forget_answers(asked, answered):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_annotation, "disagree on 1 question ids"),
+        (drop_annotation, "must have the same question ids, but differ in 1"),
         (swap_image, "has image 25 but annotation 26"),
-        (forget_answers, "has no answer"),
+        (forget_answers, "must have at least one answer, got none"),
         (lambda asked, answered: asked[0].pop("question"), "is not in VQA-v2's format"),
     ],
 )
@@ -271,7 +271,7 @@ def test_vqa2_questions_and_annotations_that_disagree_are_refused(change, messag
 
 @pytest.mark.parametrize("dataset", ["daquar", "vqa2"])
 def test_data_sets_with_files_say_what_is_missing(dataset, tmp_path):
-    with pytest.raises(ValueError, match=f"data is None; allowed for {dataset}: the folder that holds {dataset}/"):
+    with pytest.raises(ValueError, match=f"{dataset} needs data, the folder that holds {dataset}/"):
         load_splits(DataConfig(dataset), None)
     with pytest.raises(ValueError, match="cannot be read"):
         load_splits(DataConfig(dataset), tmp_path)

@@ -183,9 +183,9 @@ def test_learning_rate_follows_the_papers_schedule():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_heads": 5}, "num_heads is 5; allowed: a divisor of width 512"),
-        ({"dropout": 1.0}, "dropout is 1.0; allowed: below 1"),
-        ({"num_layers": 0}, "num_layers is 0; allowed: at least 1"),
+        ({"num_heads": 5}, "num_heads must divide width 512, got 5"),
+        ({"dropout": 1.0}, "dropout must be below 1, got 1.0"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(settings, message):
@@ -206,7 +206,7 @@ def test_regions_have_a_place_only_where_the_grid_is_named(inputs):
 
 def test_another_number_of_regions_than_cells_is_an_error(inputs):
     placed = small_model("soft", dataclasses.replace(SMALL, grid_cells=5))
-    with pytest.raises(ValueError, match="regions has 6 regions; allowed: grid_cells, 5"):
+    with pytest.raises(ValueError, match="regions must have grid_cells = 5 regions, got 6"):
         placed(**inputs)
 
 

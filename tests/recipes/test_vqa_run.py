@@ -165,10 +165,10 @@ def test_mistakes_in_asking_are_one_line(run, picture, tmp_path, capsys):
     broken.write_bytes(b"\xff\xd8\xff no picture")
     for arguments, message in (
         ((tmp_path / "nowhere.jpg", "what?"), "cannot be read"),
-        (("nowhere.jpg", "what?"), "image is 'nowhere.jpg', neither a file nor one of the data set's pictures"),
+        (("nowhere.jpg", "what?"), "image 'nowhere.jpg' is neither a file nor one of the data set's pictures"),
         ((broken, "what?"), "cannot be decoded"),
-        ((picture[0], " "), "question is empty"),
-        ((picture[0], "what?", "--features", broken), "allowed for a run on shapes: none"),
+        ((picture[0], " "), "question must have at least one word, got none"),
+        ((picture[0], "what?", "--features", broken), "leave out --features: a run on shapes"),
     ):
         assert call("ask", run, *arguments, "--out", tmp_path / "over.png") == 2
         error = capsys.readouterr().err
@@ -258,7 +258,7 @@ def test_noise_is_stated_in_deviations_of_the_features(splits):
         ("noise-2", pytest.approx(4.0 * own)),
         ("noise-variance-5", 5.0),
     ]
-    with pytest.raises(ValueError, match="strength is -1"):
+    with pytest.raises(ValueError, match="strength must be a finite number of at least 0, got -1"):
         noisy_conditions(splits["test"], (-1.0,), "shapes")
 
 
@@ -280,7 +280,7 @@ def test_soft_runs_draw_dropout_and_refuse_attention(small_world, tmp_path):
     train_run(load_config("shapes-soft", [*TINY, "attention.prior_hidden_dim=10"]), tmp_path / "soft")
     predictions = predict_run(tmp_path / "soft", num_samples=2, noise=())
     assert predictions.methods == ["mean", "dropout"]
-    with pytest.raises(ValueError, match="method is 'attention'; allowed for soft: mean, dropout"):
+    with pytest.raises(ValueError, match=r"method must be one of mean, dropout.* for soft, got 'attention'"):
         predict_run(tmp_path / "soft", methods=["attention"])
 
 
@@ -309,5 +309,5 @@ def test_reproduce_compares_seed_by_seed_and_repeats_nothing(small_world, tmp_pa
 
 
 def test_reproduce_refuses_what_it_does_not_know(tmp_path):
-    with pytest.raises(ValueError, match="datasets has 'clevr'; allowed: shapes, daquar, vqa2"):
+    with pytest.raises(ValueError, match="datasets must be among shapes, daquar, vqa2, got 'clevr'"):
         reproduce_module.reproduce(["clevr"], None, num_seeds=1, data=None, out=tmp_path, console=Console(quiet=True))

@@ -1,6 +1,6 @@
-"""What Bayesian attention is compared with, behind the same interface: hard, Gaussian and variational attention, MC dropout.
+"""Rivals of Bayesian attention behind the same interface: hard, Gaussian and variational attention, MC dropout.
 
-docs/baselines.md is the page about them.
+docs/recipes/rivals.md is the page about them.
 """
 
 from bayesattn_recipes.baselines.attention import RivalAttention, attention_options
@@ -11,7 +11,9 @@ from bayesattn_recipes.baselines.hard import GumbelWeights, HardWeights
 from bayesattn_recipes.baselines.latent import InferenceNetwork, LatentAlignment
 from bayesattn_recipes.baselines.sampled_kl import SampledKLWeights
 from bayesattn_recipes.baselines.score_function import with_score_function
-from bayesattn_recipes.baselines.step import StepAttention, build_step_attention, build_weights
+from bayesattn_recipes.baselines.step import build_step_attention
+from bayesattn_recipes.baselines.uniform import UniformWeights
+from bayesattn_recipes.baselines.weights import build_weights
 
 __all__ = [
     "RIVALS",
@@ -25,7 +27,7 @@ __all__ = [
     "LatentAlignment",
     "RivalAttention",
     "SampledKLWeights",
-    "StepAttention",
+    "UniformWeights",
     "attention_options",
     "build_step_attention",
     "build_weights",

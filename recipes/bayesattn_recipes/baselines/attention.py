@@ -1,4 +1,4 @@
-"""The rivals in attention of many heads and layers: what takes the place of softmax and average in a module.
+"""The rivals in attention of many heads and layers: objects that replace softmax and average in a module.
 
 `nn.MultiheadAttention`, converted models of torch and transformers and the layers of `bayesattn.integrations.pyg` take it as
 `weights=` (`bayesattn/nn/custom_weights.py`). There is no fused kernel for any rival.
@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
+from bayesattn.entropy import is_observing_entropy, note_entropy
 from bayesattn.functional import EdgeAttention, Edges
 from bayesattn.functional.parts import expand_heads
-from bayesattn.kl import is_observing_entropy, note_entropy
 from bayesattn.nn import BayesianModule
 from bayesattn.precision import upcast, without_autocast
 from bayesattn_recipes.baselines.config import AttentionChoice
@@ -26,18 +26,18 @@ from bayesattn_recipes.baselines.gaussian import GaussianContext
 from bayesattn_recipes.baselines.module import RivalWeights
 from bayesattn_recipes.baselines.rows import DenseRows, EdgeRows, Rows
 from bayesattn_recipes.baselines.sampled_kl import SampledKLWeights
-from bayesattn_recipes.baselines.step import build_weights
+from bayesattn_recipes.baselines.weights import build_weights
 
 
 def attention_options(config: AttentionConfig, *, on_edges: bool = False) -> dict[str, Any]:
-    """Return the arguments by which attention modules and `bayesianize` get what a config names: `config` or `weights`.
+    """Return the arguments of attention modules and `bayesianize` for a config: `config` or `weights`.
 
     Args:
         config: Soft, Bayesian or a rival.
         on_edges: Whether it is for the edges of a graph.
 
     Raises:
-        ValueError: Attention of many heads and layers, or on edges, cannot be what the config says.
+        ValueError: The variant does not exist for attention of many heads and layers, or on edges.
     """
     if not isinstance(config, AttentionChoice):
         return {"config": config}
@@ -48,8 +48,8 @@ def attention_options(config: AttentionConfig, *, on_edges: bool = False) -> dic
 class RivalAttention(nn.Module):
     """From scores and values to output, as a rival of Bayesian attention has it.
 
-    KLs are returned, not recorded: the module whose child this is records them under its own name. Dropout of the weights
-    is the module's, as for Bayesian attention, but for `mc-dropout`, whose own rate takes its place.
+    KLs are returned, not recorded: the module whose child this is records them under its own name. Dropout of the weights is
+    the module's, as for Bayesian attention, except that `mc-dropout` has its own rate.
 
     Args:
         config: One whose `is_rival` is true.
@@ -75,7 +75,9 @@ class RivalAttention(nn.Module):
         self.weights = self.context_noise = None
         if config.variant == "gaussian-context":
             if head_dim is None:
-                raise ValueError(f"head_dim is None; allowed for {config.variant}: the features of a value of one head")
+                raise ValueError(
+                    f"head_dim must be the number of features of one head's values for {config.variant}, got None"
+                )
             # one network for all heads, as a contextual prior has; in the dtype of the values it reads
             self.context_noise = GaussianContext(config, head_dim).to(dtype=dtype)
         else:
@@ -89,9 +91,14 @@ class RivalAttention(nn.Module):
     @property
     def is_idle(self) -> bool:
         """Whether the next call is soft attention: nothing is drawn and no KL computed."""
+        return self.drawn.is_idle
+
+    @property
+    def drawn(self) -> BayesianModule:
+        """The part whose output is drawn: the weights, or the context."""
         part: BayesianModule | None = self.weights if self.context_noise is None else self.context_noise
         assert part is not None
-        return part.is_idle
+        return part
 
     def forward(
         self,
@@ -102,10 +109,10 @@ class RivalAttention(nn.Module):
         mask: Bool[Tensor, "..."] | None,
         dropout_p: float,
     ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"], Float[Tensor, " b"] | None]:
-        """Return output, weights before dropout and, where someone records one, the KL of each example.
+        """Return output, weights before dropout and, where it is recorded, the KL of each example.
 
         Args:
-            scores: Φ, with whatever is added to it.
+            scores: Φ, with any bias added.
             key: Read by a contextual prior.
             value: What is averaged; key heads are shared by groups of score heads.
             mask: True where a query may attend, broadcastable to the scores.
@@ -117,7 +124,7 @@ class RivalAttention(nn.Module):
             if is_observing_entropy():
                 note_entropy(rows.softmax(scores.detach()), rows.mask)
             if isinstance(self.weights, SampledKLWeights):
-                # a key counts if any head of those that share it sees it
+                # a key counts if any head that shares it may attend to it
                 heads = key.shape[1]
                 valid = None if rows.mask is None else rows.mask.any(dim=-2).unflatten(1, (heads, -1)).any(dim=2)
                 log_prior = self.weights.log_prior(upcast(key), valid)

@@ -35,7 +35,7 @@ def kl(log_q: Float[Tensor, "*b n"], log_p: Float[Tensor, "*b n"]) -> Float[Tens
 
 
 def draw(log_p: Float[Tensor, "*b n"]) -> Int[Tensor, "*b"]:
-    """Return one key of each row, by the Gumbel-max rule argmax(ln p − ln E); nothing waits for the device."""
+    """Return one key of each row, by the Gumbel-max rule argmax(ln p − ln E); without waiting for the device."""
     exponential = noise.exponential(None, (1, 1, 1, log_p.numel()), device=log_p.device, dtype=log_p.dtype)
     return (log_p.detach() - exponential.view(log_p.shape).log()).argmax(dim=-1)
 

@@ -1,21 +1,21 @@
 """One config for everything a recipe may name as its attention: soft, Bayesian, or a rival of Bayesian attention."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from bayesattn.config import DEFAULT_VARIANT, VARIANTS, AttentionConfig, Family, PriorKind, Variant
+from bayesattn.scalars import check_choice, check_count, check_not_negative, check_positive, check_rate
 
 # what each rival makes random: a choice of one key, the weights, the context vector, or a latent alignment of the output
 Hard = Literal["hard-reinforce", "hard-gumbel"]
 Gaussian = Literal["gaussian-context", "gaussian-weights"]
 Variational = Literal["variational-exact", "variational-enum", "variational-sample", "variational-dirichlet"]
-Choice = Literal[Variant, Hard, Gaussian, "mc-dropout", Variational]
+Choice = Literal[Variant, Hard, Gaussian, "mc-dropout", "uniform", Variational]
 HARD, GAUSSIAN, VARIATIONAL = get_args(Hard), get_args(Gaussian), get_args(Variational)
-RIVALS = (*HARD, *GAUSSIAN, "mc-dropout", *VARIATIONAL)
-# what attention of many heads and layers can be
-IN_LAYERS = (*VARIANTS, *HARD, *GAUSSIAN, "mc-dropout")
+RIVALS = (*HARD, *GAUSSIAN, "mc-dropout", "uniform", *VARIATIONAL)
+# variants that exist for attention of many heads and layers
+IN_LAYERS = (*VARIANTS, *HARD, *GAUSSIAN, "mc-dropout", "uniform")
 
 Control = Literal["none", "moving-average", "self-critical"]
 ContextPrior = Literal["keys", "zero"]
@@ -23,7 +23,7 @@ ContextPrior = Literal["keys", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice(AttentionConfig):
-    """An `AttentionConfig` whose variant may also be one of the rivals; docs/baselines.md says what each is.
+    """An `AttentionConfig` whose variant may also be one of the rivals; docs/recipes/rivals.md says what each is.
 
     Use it as the type of a recipe's `attention` field: the YAML of every variant is then one flat mapping.
 
@@ -55,20 +55,16 @@ class AttentionChoice(AttentionConfig):
 
     def __post_init__(self, *given: Any) -> None:
         super().__post_init__(*given)
-        for name, allowed in (("baseline", get_args(Control)), ("context_prior", get_args(ContextPrior))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
-        for name in ("temperature", "gaussian_sigma"):
-            if not (0.0 < getattr(self, name) < math.inf):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a finite number above 0")
-        if not (0.0 <= self.entropy_bonus < math.inf):
-            raise ValueError(f"entropy_bonus is {self.entropy_bonus!r}; allowed: a finite number of at least 0")
-        if not (0.0 <= self.attention_dropout < 1.0):
-            raise ValueError(f"attention_dropout is {self.attention_dropout!r}; allowed: at least 0 and below 1")
-        if self.inference_dim < 1:
-            raise ValueError(f"inference_dim is {self.inference_dim!r}; allowed: an integer of at least 1")
+        for name, choices in (("baseline", get_args(Control)), ("context_prior", get_args(ContextPrior))):
+            check_choice(name, getattr(self, name), choices)
+        check_positive(temperature=self.temperature, gaussian_sigma=self.gaussian_sigma)
+        check_not_negative(entropy_bonus=self.entropy_bonus)
+        check_rate("attention_dropout", self.attention_dropout)
+        check_count("inference_dim", self.inference_dim)
         if self.sampled_kl and not (self.is_bayesian and super().has_kl):
-            raise ValueError(f"sampled_kl is True for {self.variant}; allowed: with BAM-LF, BAM-LC, BAM-WF or BAM-WC")
+            raise ValueError(
+                f"sampled_kl=True needs a variant with a KL (BAM-LF, BAM-LC, BAM-WF or BAM-WC), got {self.variant}"
+            )
 
     @property
     def is_bayesian(self) -> bool:
@@ -77,18 +73,18 @@ class AttentionChoice(AttentionConfig):
 
     @property
     def is_rival(self) -> bool:
-        """Whether something else than the library's own method takes the place of the softmax."""
+        """Whether something other than the library's own method replaces the softmax."""
         return not self.is_bayesian or self.sampled_kl
 
     def check_layers(self, *, on_edges: bool = False) -> None:
-        """Refuse latent alignments, which attention of many heads and layers cannot be, and on edges the sampled KL."""
+        """Refuse latent alignments, which do not exist for many heads and layers, and on edges the sampled KL."""
         if self.is_variational:
             raise ValueError(
-                f"variant is {self.variant!r}, which needs the likelihood of the output under every single key, and several "
-                f"heads or layers have none; allowed here: {', '.join(map(repr, IN_LAYERS))}"
+                f"variant {self.variant!r} needs the likelihood of the output under every single key, which several heads "
+                f"or layers do not have. Choose one of {', '.join(map(repr, IN_LAYERS))}"
             )
         if on_edges and self.sampled_kl:
-            raise ValueError("sampled_kl is True, whose estimate is written for dense scores; allowed on edges: False")
+            raise ValueError("sampled_kl must be False on edges: its estimate is written for dense scores")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; of soft and Bayesian attention those of an `AttentionConfig`, which it is."""
@@ -104,7 +100,7 @@ class AttentionChoice(AttentionConfig):
 
     @property
     def family(self) -> Family | None:
-        """Posterior family of a Bayesian variant; a rival has none, and code that asks for one cannot run it."""
+        """Posterior family of a Bayesian variant; a rival has none, and code that reads it cannot run a rival."""
         self._only_bayesian()
         return super().family
 
@@ -129,6 +125,6 @@ class AttentionChoice(AttentionConfig):
     def _only_bayesian(self) -> None:
         if not self.is_bayesian:
             raise ValueError(
-                f"variant is {self.variant!r}, which this module cannot run: build it with bayesattn_recipes.baselines; "
-                f"allowed here: {', '.join(map(repr, VARIANTS))}"
+                f"this module runs only {', '.join(map(repr, VARIANTS))}, got variant {self.variant!r}. Build it with "
+                "bayesattn_recipes.baselines"
             )

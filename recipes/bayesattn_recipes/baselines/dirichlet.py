@@ -1,4 +1,4 @@
-"""Dirichlet weights, the relaxed alignment of Deng et al. (2018): reparameterised draws and the KL, both in log space.
+"""Dirichlet weights, the relaxed alignment of Deng et al. (2018): reparameterized draws and the KL, both in log space.
 
     W ~ Dir(α):   ln G_j = ln Gamma(α_j + 1) + ln U_j / α_j,   W = softmax_j(ln G_j)
 

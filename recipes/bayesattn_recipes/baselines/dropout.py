@@ -9,7 +9,7 @@ from bayesattn_recipes.baselines.rows import Rows
 
 
 class DropoutWeights(RivalWeights):
-    """softmax(Φ) with dropout in training and inside `sampling(model, dropout=True)`, which also wakes all other dropout.
+    """softmax(Φ) with dropout in training and inside `sampling(model, dropout=True)`, with all other dropout.
 
     Args:
         config: Of variant `mc-dropout`; its `attention_dropout` is used.

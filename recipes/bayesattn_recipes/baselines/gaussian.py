@@ -1,4 +1,4 @@
-"""Gaussian attention, in two readings: noise on the context vector (Bahuleyan et al., 2018) and on the weights.
+"""Gaussian attention, in two versions: noise on the context vector (Bahuleyan et al., 2018) and on the weights.
 
 Bahuleyan et al. draw the *context* around its deterministic value, c ~ N(Σ_j W_j v_j, diag σ²), which trains. The paper on
 Bayesian attention describes, and reports to end in NaN, Gaussian *weights*: possibly negative, not summing to one.
@@ -36,7 +36,7 @@ class GaussianContext(RivalModule):
         super().__init__(config, "gaussian-context")
         self.hidden = nn.Linear(value_dim, value_dim)
         self.log_sigma = nn.Linear(value_dim, value_dim)
-        # σ starts at e⁻¹: a context drawn with σ = 1 drowns the values before they have learned anything
+        # σ starts at e⁻¹: with σ = 1 the noise hides the values before anything is learned
         nn.init.constant_(self.log_sigma.bias, -1.0)
 
     def forward(
@@ -74,7 +74,7 @@ class GaussianContext(RivalModule):
     def draw(
         self, context: Float[Tensor, "*s d"], rows: Rows, mean_value: Callable[[], Float[Tensor, "..."]]
     ) -> tuple[Float[Tensor, "*s d"], Float[Tensor, "*s d"] | None]:
-        """Return one draw of the context, and the KL of its features where someone records.
+        """Return one draw of the context, and the KL of its features where it is recorded.
 
         Args:
             context: Σ W v, of any number of heads: they share σ's network.
@@ -83,14 +83,14 @@ class GaussianContext(RivalModule):
         """
         if context.shape[-1] != self.hidden.in_features:
             raise ValueError(
-                f"the context has {context.shape[-1]} features; allowed for this {self.config.variant}: "
-                f"{self.hidden.in_features}, which it was built for"
+                f"the context must have {self.hidden.in_features} features, as many as this {self.config.variant} was built "
+                f"for, got {context.shape[-1]}"
             )
         mean, log_sigma = upcast(context), self._log_sigma(context)
         drawn = mean + torch.exp(log_sigma) * rows.normal(mean) if self.is_sampling else mean
         kl = self._kl(mean, log_sigma, mean_value) if self.needs_kl else None
         if rows.has_entry is not None:
-            # a row without keys stays 0, and says nothing
+            # a row without keys stays 0 and has no KL
             drawn = drawn.masked_fill(~rows.has_entry, 0.0)
             kl = None if kl is None else kl.masked_fill(~rows.has_entry, 0.0)
         return drawn.to(context.dtype), kl
@@ -104,10 +104,10 @@ def _mean_value(value: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None)
 
 
 class GaussianWeights(RivalWeights):
-    """Draw unnormalised weights S ~ N(Φ, σ²) and divide by their sum, W = S / Σ_j S_j, with one learned σ.
+    """Draw unnormalized weights S ~ N(Φ, σ²) and divide by their sum, W = S / Σ_j S_j, with one learned σ.
 
-    Kept to show why it fails: the sum comes arbitrarily close to 0, so W is heavy-tailed, its mean does not exist, and
-    neither do its gradient's. Eval mode: Φ / ΣΦ.
+    Kept to show why it fails: the sum comes arbitrarily close to 0, so W is heavy-tailed, and neither its mean nor that of
+    its gradient exists. Eval mode: Φ / ΣΦ.
 
     Args:
         config: Of variant `gaussian-weights`; `gaussian_sigma` is where σ starts.

@@ -20,12 +20,12 @@ def run_packed(lstm: nn.LSTM, inputs: Float[Tensor, "b n d"], lengths: Sequence[
     Args:
         lstm: With `batch_first`.
         inputs: Padded sequences.
-        lengths: Of each; on the host, so that nothing waits for the device.
+        lengths: Of each; on the host, so that there is no wait for the device.
     """
     (b, n, _), sizes = inputs.shape, np.asarray(lengths)
     if sizes.shape != (b,) or sizes.min(initial=1) < 1 or sizes.max(initial=1) > n:
-        raise ValueError(f"lengths is {list(lengths)}; allowed: {b} integers from 1 to {n}")
-    # step by step, of every step the sequences that are long enough, the longest first. Taken and put back by index: the
+        raise ValueError(f"lengths must be {b} integers from 1 to {n}, got {list(lengths)}")
+    # step by step, with the sequences that are long enough, the longest first. Gathered and scattered by index: the
     # helpers of torch.nn.utils.rnn copy slice by slice, hundreds of small kernels in both passes
     longest_first = np.argsort(-sizes, kind="stable")
     is_there = np.arange(sizes.max(initial=0))[:, None] < sizes[longest_first]
@@ -43,7 +43,7 @@ def to_device(indices: np.ndarray, device: torch.device) -> Int[Tensor, " rows"]
 
 
 class InferenceNetwork(nn.Module):
-    """Score every key for every output, knowing the output: h_target W h_source of two bidirectional LSTMs.
+    """Score every key for every output, given the output: h_target W h_source of two bidirectional LSTMs.
 
     Args:
         source_dim: Features of an embedded source token (or image region).
@@ -78,7 +78,7 @@ class InferenceNetwork(nn.Module):
 class LatentAlignment(RivalModule):
     """The loss of a latent alignment; its decoder is an ordinary one with soft attention, which is the prior.
 
-    Two calls give it the likelihood: `each_key()` returns ln p(y_t | z=j) for all keys, `mixed(weights)` that of the
+    Two functions compute the likelihood: `each_key()` returns ln p(y_t | z=j) for all keys, `mixed(weights)` that of the
     contexts Σ_j weights_j v_j. A model implements both with its own output layer, and only what is needed is called.
 
     Training uses the posterior and records KL(q ‖ p), summed over steps; in eval mode the prior alone: the exact marginal,
@@ -93,7 +93,7 @@ class LatentAlignment(RivalModule):
         super().__init__(config, *VARIATIONAL)
         if (inference is None) != (config.variant == "variational-exact"):
             wanted = "None" if config.variant == "variational-exact" else "a network"
-            raise ValueError(f"inference is {type(inference).__name__}; allowed for {config.variant}: {wanted}")
+            raise ValueError(f"inference must be {wanted} for {config.variant}, got {type(inference).__name__}")
         self.inference = inference
 
     def forward(
@@ -109,7 +109,7 @@ class LatentAlignment(RivalModule):
 
         Args:
             prior_scores: The decoder's scores Φ.
-            *inputs: What the inference network is called with.
+            *inputs: Arguments of the inference network.
             mask: True for keys that exist.
             steps: True for steps with a label; the KL of others does not count.
             each_key: Likelihood of each key alone.

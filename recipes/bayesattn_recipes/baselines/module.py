@@ -1,4 +1,4 @@
-"""What every replacement of the softmax shares: scores in, weights out, the switches of a Bayesian module."""
+"""Base of all replacements of the softmax: scores in, weights out, the switches of a Bayesian module."""
 
 from typing import Any
 
@@ -16,10 +16,12 @@ class RivalModule(BayesianModule):
 
     config: AttentionChoice
 
-    def __init__(self, config: AttentionChoice, *allowed: str) -> None:
+    def __init__(self, config: AttentionChoice, *variants: str) -> None:
         super().__init__()
-        if not isinstance(config, AttentionChoice) or config.variant not in allowed:
-            raise ValueError(f"config is {config!r}; allowed: an AttentionChoice of variant {', '.join(map(repr, allowed))}")
+        if not isinstance(config, AttentionChoice) or config.variant not in variants:
+            raise ValueError(
+                f"config must be an AttentionChoice of variant {', '.join(map(repr, variants))}, got {config!r}"
+            )
         self.config = config
         self.bayes_prior = None
         self.bayes_weights = None
@@ -29,7 +31,7 @@ class RivalModule(BayesianModule):
 
 
 class RivalWeights(RivalModule):
-    """Called like `nn.BayesianWeights`: scores → weights. Subclasses write `draw`, for dense scores and edges alike."""
+    """Called like `nn.BayesianWeights`: scores → weights. Subclasses implement `draw`, for dense scores and edges alike."""
 
     def log_prior(self, keys: Tensor, valid: Bool[Tensor, "..."] | None = None) -> None:
         """Return None: no rival has a prior over the keys to prepare."""
@@ -48,5 +50,5 @@ class RivalWeights(RivalModule):
         return self.record(weights.to(scores.dtype), kl)
 
     def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], Float[Tensor, " b"] | None]:
-        """Return weights of float32 scores or better, and the KL of each example where there is one and someone records."""
+        """Return weights of float32 scores or better, and the KL of each example where there is one and it is recorded."""
         raise NotImplementedError

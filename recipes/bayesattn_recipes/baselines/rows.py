@@ -1,11 +1,11 @@
-"""Rows of scores, each normalised by itself: of a dense matrix, or the edges into the nodes of a graph.
+"""Rows of scores, each normalized by itself: of a dense matrix, or the edges into the nodes of a graph.
 
-Every rival that changes the weights is written once, in terms of what the two classes here have in common:
+Every rival that changes the weights is written once, in terms of the methods that the two classes here share:
 
     softmax, log_probs     over the entries of a row
     total                  Σ over the row, for each of its entries
     largest                1 at the largest entry of the row, 0 elsewhere
-    by_query               Σ over the row and over heads: one number a query
+    by_query               Σ over the row and over heads: one number per query
     weigh                  O = W V
     reduce                 the KL of an example from that of its entries (`kl_reduction`)
     exponential, normal    noise for every entry; `keep`: factors of dropout
@@ -146,7 +146,7 @@ class EdgeRows:
         index = self.edges.target[:, None].expand_as(x)
         rows = x.new_zeros(self.edges.num_targets, x.shape[1])
         largest = rows.scatter_reduce(0, index, x, "amax", include_self=False).gather(0, index)
-        # of equal ones the first: draws of sixteen bits do tie
+        # of equal ones the first: draws of sixteen bits can tie
         place = torch.arange(len(x), device=x.device)[:, None].expand_as(x)
         tied = place.masked_fill(x < largest, len(x))
         first = place.new_full(rows.shape, len(x)).scatter_reduce(0, index, tied, "amin")

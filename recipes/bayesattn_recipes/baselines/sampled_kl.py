@@ -32,7 +32,7 @@ def sampled_kl(
         Lognormal  the same with two normal densities of ln S
 
     Args:
-        phi: Φ, the logarithm of the posterior's mean, as `config.score_form` wants it.
+        phi: Φ, the logarithm of the posterior's mean, as `config.score_form` says.
         standard: The noise behind S: E ~ Exp(1), or ε ~ N(0, 1).
         log_prior: ln Ψ of a contextual prior.
         mask: Which entries exist.
@@ -72,7 +72,7 @@ class SampledKLWeights(BayesianWeights):
 
     def __init__(self, config: AttentionChoice, *, key_dim: int | None = None, num_heads: int = 1) -> None:
         if not config.sampled_kl:
-            raise ValueError("config has sampled_kl False; allowed: True")
+            raise ValueError("config must have sampled_kl=True, got False")
         super().__init__(config, key_dim=key_dim, num_heads=num_heads)
 
     def draw(
@@ -88,7 +88,9 @@ class SampledKLWeights(BayesianWeights):
             return super().draw(scores, keys, mask=mask, log_prior=log_prior)
         log_prior = self.log_prior_of(scores, keys, mask) if log_prior is None else log_prior
         if log_prior is None and self.bayes_prior is not None:
-            raise ValueError(f"log_prior is None; allowed for {self.config.variant}: ln Ψ of the keys, or give `keys`")
+            raise ValueError(
+                f"log_prior must be ln Ψ of the keys for {self.config.variant}, got None. Otherwise give `keys`"
+            )
         shape = scores.shape
         full = scores.to(torch.promote_types(scores.dtype, torch.float32))
         full = full.reshape(shape[0], shape[1] if len(shape) == 4 else 1, *shape[-2:])
@@ -101,7 +103,7 @@ class SampledKLWeights(BayesianWeights):
         return weights.to(scores.dtype).reshape(shape), self.kl_at(full, self.standard_noise(log_noise), log_prior, mask)
 
     def standard_noise(self, log_noise: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
-        """Return E or ε from what it added to the scores, ln E / k or σ_q ε (`noise.log_noise`)."""
+        """Return E or ε from the noise added to the scores, ln E / k or σ_q ε (`noise.log_noise`)."""
         if self.config.family == "weibull":
             return torch.exp(self.config.weibull_k * log_noise)
         return log_noise / self.config.sigma_q

@@ -24,7 +24,7 @@ from bayesattn_recipes.baselines.module import RivalWeights
 
 
 class Choice(NamedTuple):
-    """What one call chose, summed over heads: ln p(z) and the entropy of the choice, for every query."""
+    """The choices of one call, summed over heads: ln p(z) and the entropy of the choice, for every query."""
 
     log_prob: Float[Tensor, "b m"]
     entropy: Float[Tensor, "b m"]
@@ -52,9 +52,9 @@ class ChoosingWeights(RivalWeights):
     average_cost: Tensor
     num_averaged: Tensor
 
-    def __init__(self, config: AttentionChoice, *allowed: str) -> None:
-        super().__init__(config, *allowed)
-        # of the loss a label, over the steps so far; exponential, with the bias of its start removed when it is read
+    def __init__(self, config: AttentionChoice, *variants: str) -> None:
+        super().__init__(config, *variants)
+        # moving average of the loss per label; exponential, with the bias of its start removed when it is read
         self.register_buffer("average_cost", torch.zeros(()))
         self.register_buffer("num_averaged", torch.zeros(()))
         self.choices: list[Choice] | None = None
@@ -71,17 +71,17 @@ class ChoosingWeights(RivalWeights):
             if not self.training or not torch.is_grad_enabled():
                 return
             if torch._C._current_graph_task_id() != -1:
-                # a checkpointed call is computed again: all it saves is needed, and it has been noted before
+                # a checkpointed call is computed again: it must save the same tensors, but its choice is noted already
                 choice()
                 return
             raise RuntimeError(
-                f"{self.config.variant} attention was trained outside of baselines.with_score_function(model, run): "
-                "its scores would get no gradient"
+                f"{self.config.variant} attention must be trained inside baselines.with_score_function(model, run), because "
+                "its scores get no gradient otherwise"
             )
         if not torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.config.variant} attention ran without gradients inside with_score_function: its scores would get "
-                "none; allowed with activation checkpointing: use_reentrant=False"
+                f"{self.config.variant} attention ran without gradients inside with_score_function, so its scores would get "
+                "none. Use activation checkpointing with use_reentrant=False only"
             )
         self.choices.append(choice())
 
@@ -96,10 +96,10 @@ def with_score_function(
     *,
     charge: Callable[[nn.Module, Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "b *t"]:
-    """Return what `run` returns, with the score-function gradient of every hard choice attached; the values stay.
+    """Return what `run` returns, with the score-function gradient of every hard choice attached; the values do not change.
 
     A choice is charged with the loss of its example, whatever the head, layer and query it was made for: with all of it,
-    or from its own step on. Where a call has several entries an example (windows of an image) they are consecutive; the
+    or from its own step on. Where a call has several entries per example (windows of an image) they are consecutive; the
     loss of a graph, or of a batch as a whole, is one example's.
 
     Args:
@@ -107,12 +107,12 @@ def with_score_function(
         run: Computes the negative log-likelihood, of each example or of each decoding step (0 where there is no label).
             Called a second time, without gradients and with soft attention, for the self-critical baseline.
         steps: True where a step has a label; None: everywhere.
-        charge: Where losses that a choice cannot have changed are known: computes, from a choosing module and the losses,
+        charge: Where it is known which losses a choice cannot have changed: computes, from a choosing module and the losses,
             the sum of those that each of its choices may have changed. The gradient is then that of the sum of the losses.
 
     Raises:
-        ValueError: The losses come by step, and a module has chosen another number of times; or they come from a number of
-            examples that those of a module's calls are no multiple of.
+        ValueError: The losses are per step, and a module has chosen another number of times; or the entries of a module's
+            calls are not a multiple of the number of losses.
     """
     choosing = [module for module in model.modules() if isinstance(module, ChoosingWeights) and module.is_sampling]
     if not choosing or not torch.is_grad_enabled():
@@ -155,8 +155,8 @@ def _attached(
     log_prob, entropy = (_by_example(torch.cat(parts, dim=1), nll) for parts in zip(*choices, strict=True))
     if nll.ndim == 2 and log_prob.shape[1] != nll.shape[1]:
         raise ValueError(
-            f"run() returned losses of shape {tuple(nll.shape)}, but attention chose {log_prob.shape[1]} times an example; "
-            "allowed: one choice a step, or one loss an example"
+            "run() must return one loss per example, or one loss per choice of attention, got losses of shape "
+            f"{tuple(nll.shape)} for {log_prob.shape[1]} choices per example"
         )
     by_step = nll.ndim == 2
     labels = torch.ones_like(nll) if steps is None else steps.to(nll.dtype)
@@ -183,7 +183,7 @@ def _charged(
 def _baseline(
     module: ChoosingWeights, nll: Tensor, soft: Tensor | None, labels: Tensor, spread: Callable[[Tensor], Tensor]
 ) -> Tensor | float:
-    """Return what is subtracted from the cost of each choice, and note the cost for later."""
+    """Return the baseline of the cost of each choice, and note the cost for later."""
     kind = module.config.baseline
     if kind == "self-critical":
         assert soft is not None
@@ -198,11 +198,11 @@ def _baseline(
 
 
 def _by_example(x: Float[Tensor, "entries m"], nll: Tensor) -> Float[Tensor, "b m_all"]:
-    """Put the entries of the same example, consecutive ones, side by side."""
+    """Put the consecutive entries of an example side by side."""
     if len(nll) == 0 or len(x) % len(nll):
         raise ValueError(
-            f"run() returned losses of shape {tuple(nll.shape)}, but attention chose for {len(x)} examples; allowed: as "
-            "many losses, or fewer of which each is of as many examples: one for a graph"
+            "run() must return one loss per example, or one per group of equally many examples such as a graph, got losses "
+            f"of shape {tuple(nll.shape)} for {len(x)} examples"
         )
     return x if len(x) == len(nll) else x.unflatten(0, (len(nll), -1)).flatten(1)
 

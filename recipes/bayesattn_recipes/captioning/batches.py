@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit
 from bayesattn_recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabulary
 
-# of a step that has no word to predict: torch's cross-entropy is 0 there, and so is its gradient
+# target of a step without a word to predict: torch's cross-entropy and its gradient are 0 there
 NO_TARGET = -100
-# images, and regions where images have different numbers of them, are rounded up to multiples of these; five captions an
+# images, and regions where images have different numbers of them, are rounded up to multiples of these; five captions per
 # image make batches of 50 or 250 captions multiples already
 IMAGE_MULTIPLE, REGION_MULTIPLE = 5, 16
 # words to predict are rounded up to a multiple of this share of all steps: a batch of many captions is always close to
@@ -31,7 +31,7 @@ class EncodedCaptions:
     Attributes:
         words: Of each caption, with a boundary after the last; boundaries fill the rest.
         lengths: Words and their boundary.
-        images: Which image of the split each caption is about; captions of an image stand together.
+        images: Which image of the split each caption is about; captions of an image are consecutive.
         num_skipped: Captions left out because they hold no known word.
     """
 
@@ -42,7 +42,7 @@ class EncodedCaptions:
 
 
 def encode_captions(split: CaptionSplit, vocabulary: Vocabulary, max_length: int) -> EncodedCaptions:
-    """Turn captions into numbers; one without any known word says nothing about its image and is skipped and counted."""
+    """Turn captions into numbers; one without any known word is skipped and counted."""
     rows, images, skipped = [], [], 0
     for image, captions in enumerate(split.captions):
         for caption in captions:
@@ -53,14 +53,14 @@ def encode_captions(split: CaptionSplit, vocabulary: Vocabulary, max_length: int
             rows.append(torch.tensor([*numbers, BOUNDARY]))
             images.append(image)
     if not rows:
-        raise ValueError(f"none of the {skipped} captions holds a known word; allowed: at least one (see min_count)")
+        raise ValueError(f"none of the {skipped} captions holds a known word. Lower min_count so that some words are kept")
     lengths = torch.tensor([len(row) for row in rows])
     words = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=BOUNDARY)
     return EncodedCaptions(words, lengths, torch.tensor(images), skipped)
 
 
 def teacher_forced(words: Int[Tensor, "c t"]) -> Int[Tensor, "c t"]:
-    """Return what has been said before each word: the words one step later, behind a boundary."""
+    """Return the word before each word: the words shifted by one step, after a boundary."""
     return torch.cat([torch.full_like(words[:, :1], BOUNDARY), words[:, :-1]], dim=1)
 
 
@@ -70,7 +70,7 @@ def make_batch(
     """Return the arguments of `Att2in.forward` for these captions, and `targets`, the words at its `positions`.
 
     The features of an image come once, however many of its captions are in the batch. Lengths are turned into positions
-    here, on the host, so that nothing later has to wait for the device.
+    here, on the host, so that nothing waits for the device later.
     """
     images, image_rows = captions.images[indices].unique(return_inverse=True)
     regions, region_mask = data.regions.gather(split.rows[images])
@@ -91,8 +91,8 @@ def make_batch(
 def pad_batch(batch: dict[str, Tensor], num_steps: int) -> dict[str, Tensor]:
     """Return a batch of the same likelihood in one of few shapes.
 
-    All captions get the same number of steps. Steps after an end fill up the positions, without a target. The images that
-    fill up have regions that exist, so that nothing divides by zero, and no caption.
+    All captions get the same number of steps. Steps after an end fill up the positions, without a target. Padding images
+    have one existing region each, so that nothing divides by zero, and no caption.
 
     Args:
         batch: Of `make_batch`.
@@ -105,7 +105,7 @@ def pad_batch(batch: dict[str, Tensor], num_steps: int) -> dict[str, Tensor]:
     positions = places[: -(-len(batch["targets"]) // share) * share]
     regions, region_mask = batch["regions"], batch["region_mask"]
     more_images = -len(regions) % IMAGE_MULTIPLE
-    # the cells of a grid are as many in every image
+    # every image has the same number of grid cells
     more_regions = 0 if bool(region_mask.all()) else -regions.shape[1] % REGION_MULTIPLE
     # padding by nothing would copy
     if more_images or more_regions:

@@ -1,4 +1,4 @@
-"""`bayesattn caption`: let a captioning run describe a picture."""
+"""`bayesattn caption`: describe a picture with a captioning run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +47,7 @@ def caption(
     drawn = f"{samples} draws of {found.drawn}" if found.drawn else "nothing to draw: posterior mean only"
     console.print(f"{drawn}; p-value: paired t-test of the two most probable words", highlight=False)
     if subject.grid is None and subject.boxes is None:
-        console.print("no overlay: the features do not say where their regions are", soft_wrap=True)
+        console.print("no overlay: the features have no places of their regions", soft_wrap=True)
         return
     explain.write_overlay(subject, found, out)
     console.print(f"overlay: {out}", soft_wrap=True)

@@ -1,6 +1,6 @@
 """Images with several captions each: three data sets behind one interface.
 
-    shapes     coloured shapes, generated; needs no file
+    shapes     colored shapes, generated; needs no file
     flickr8k   8,000 photos, five captions each, the standard split, grid features     DIR/flickr8k
     coco       Karpathy's split of COCO with bottom-up features, for those who have it  DIR/coco
 
@@ -58,7 +58,7 @@ class CaptionData:
     Attributes:
         splits: `train`, `validation` and `test`.
         regions: Features of the regions of all images.
-        images: The pictures, by name, where they are at hand; None where only features are.
+        images: The pictures, by name, where available; None where there are only features.
     """
 
     splits: dict[str, CaptionSplit]
@@ -71,7 +71,7 @@ class CaptionData:
             return self.images.read(name)
         if self.images is None or name not in self.images:
             have = "0 pictures" if not self.images else f"{len(self.images)} pictures ({next(iter(self.images))!r} first)"
-            raise ValueError(f"image is {name!r}, neither a file nor one of the data set's {have}")
+            raise ValueError(f"image {name!r} is neither a file nor one of the data set's {have}")
         return self.images[name]
 
 
@@ -86,7 +86,7 @@ def load_data(name: DatasetName, data: Path | None = None) -> CaptionData:
         return generate_shapes()
     with explained(name, data):
         if data is None:
-            raise ValueError(f"data is not given; allowed for {name}: the folder with the folder {name!r} (--data DIR)")
+            raise ValueError(f"{name} needs data, the folder that holds the folder {name!r}. Give it with --data DIR")
         return {"flickr8k": load_flickr8k, "coco": load_coco}[name](data / name)
 
 
@@ -108,7 +108,7 @@ def load_flickr8k(folder: Path) -> CaptionData:
     names = {split: _lines(path) for split, path in files.items()}
     stems = sorted(path.name.removesuffix("_meta.npz") for path in folder.glob("*_meta.npz"))
     if len(stems) != 1:
-        raise ValueError(f"{folder} holds {len(stems)} sets of features (*_meta.npz); allowed: one")
+        raise ValueError(f"{folder} must hold one set of features (*_meta.npz), got {len(stems)}")
     tars = sorted(folder.glob("images*.tar"))
     images = ImageSource(tars[0]) if tars else ImageSource(folder / "images") if (folder / "images").is_dir() else None
     return pair(names, captions, load_grid_features(folder / stems[0]), images)
@@ -137,7 +137,7 @@ def pair(
     regions: Regions,
     images: ImageSource | None = None,
 ) -> CaptionData:
-    """Bring captions and features together by the names of their images.
+    """Match captions and features by the names of their images.
 
     Raises:
         ValueError: An image is without captions or without features, or in two splits.
@@ -145,14 +145,14 @@ def pair(
     everywhere = [name for split in SPLITS for name in names[split]]
     if len(set(everywhere)) != len(everywhere):
         twice = next(name for place, name in enumerate(everywhere) if name in everywhere[:place])
-        raise ValueError(f"image {twice!r} is listed twice; allowed: each image once, in one split")
+        raise ValueError(f"image {twice!r} is listed twice. Each image must be listed once, in one split")
     splits = {}
     for split in SPLITS:
         if not names[split]:
-            raise ValueError(f"the {split} split lists no image; allowed: at least one")
+            raise ValueError(f"the {split} split must list at least one image, got none")
         silent = [name for name in names[split] if not captions.get(name)]
         if silent:
-            raise ValueError(f"{len(silent)} images of the {split} split have no caption, {silent[0]!r} first")
+            raise ValueError(f"{len(silent)} images of the {split} split have no caption. The first is {silent[0]!r}")
         rows = positions(names[split], regions.names, what=f"captions of the {split} split", where="features")
         splits[split] = CaptionSplit(names[split], [captions[name] for name in names[split]], rows)
     return CaptionData(splits, regions, images)
@@ -165,9 +165,9 @@ def read_token_file(path: Path) -> dict[str, list[str]]:
         place, tab, sentence = line.partition("\t")
         name, mark, number = place.rpartition("#")
         if not (tab and mark and name and number.isdigit()):
-            raise ValueError(f"{path} line {count} is {line[:60]!r}; allowed: NAME#NUMBER, a tab, and a sentence")
+            raise ValueError(f"{path} line {count} must be NAME#NUMBER, a tab and a sentence, got {line[:60]!r}")
         if int(number) in numbered.setdefault(name, {}):
-            raise ValueError(f"{path} line {count}: caption {number} of {name!r} occurs twice; allowed: once")
+            raise ValueError(f"{path} line {count}: caption {number} of {name!r} occurs twice. Each caption must occur once")
         numbered[name][int(number)] = sentence
     return {name: [sentences[number] for number in sorted(sentences)] for name, sentences in numbered.items()}
 

@@ -38,7 +38,7 @@ def beam_search(
     max_length: int = 16,
     length_penalty: float = 0.0,
 ) -> Captions:
-    """Return the most probable caption that the beam finds; `UNKNOWN` is never said.
+    """Return the most probable caption that the beam finds; `UNKNOWN` is never generated.
 
     Args:
         model: In eval mode, or under `sampling(model)`.

@@ -1,8 +1,8 @@
-"""Ask a trained model for M predictions of the next word, on the words of reference captions, and for its attention.
+"""Draw M predictions of the next word from a trained model, along reference captions, with its attention.
 
-A caption is a sentence, the report is about classes: here an example is one word of a reference caption, given the words
+The report is about classes, so here an example is one word of a reference caption, given the words
 before it, and its classes are the vocabulary. The first caption of each image is used, for as many images as fit: draws ×
-words × vocabulary numbers are kept, at most `MAX_VALUES` a split and method.
+words × vocabulary numbers are kept, at most `MAX_VALUES` per split and method.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from bayesattn_recipes.common.prediction import make_predict_run
 from bayesattn_recipes.vision.features import add_noise
 
 MAX_VALUES = 2**24
-# captions looked at together; every one of them is repeated for each draw
+# captions per batch; each of them is repeated for every draw
 CHUNK = 16
 
 
@@ -55,7 +55,7 @@ class CaptioningPredictor:
     def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, tuple[CaptionSplit, float]]:
         """Return the validation and test captions, the latter also with noise of these strengths on the features."""
         if any(not 0.0 <= strength < float("inf") for strength in noise):
-            raise ValueError(f"noise is {noise!r}; allowed: finite numbers of at least 0")
+            raise ValueError(f"noise must be finite numbers of at least 0, got {noise!r}")
         test = self.images.splits["test"]
         noisy = {f"noise-{level:g}": (test, level) for level in noise if level != 0.0}
         return {"validation": (self.images.splits["validation"], 0.0), "test": (test, 0.0), **noisy}
@@ -77,7 +77,7 @@ class CaptioningPredictor:
         samples: dict[str, list[Tensor]] = {method: [] for method in methods}
         labels, maps = [], {name: [] for name in ("mean", "std", "prior")}
         for part, indices in enumerate(chosen.split(CHUNK)):
-            # one caption an image, so regions and words have the batch's length both, as `predict` wants it
+            # one caption per image, so regions and words have the same batch size, as `predict` requires
             batch = make_batch(self.images, first, captions, indices)
             labels.append(batch["targets"])
             inputs = {name: batch[name] for name in ("regions", "region_mask", "words")}
@@ -112,7 +112,7 @@ predict_run = make_predict_run(lambda folder, data: CaptioningPredictor(*load_ru
 def _pictures(
     data: CaptionData, names: Sequence[str], lengths: Int[Tensor, " c"]
 ) -> UInt8[Tensor, "n height width 3"] | None:
-    """Return the picture of every word, where pictures are at hand and of one size."""
+    """Return the picture of every word, where pictures are available and of one size."""
     if data.images is None:
         return None
     found = [data.picture(name) for name in names]
@@ -122,5 +122,5 @@ def _pictures(
 
 
 def _said_before(words: Sequence[str]) -> list[str]:
-    """Return what stands before each word and before the end."""
+    """Return the words before each word and before the end."""
     return [" ".join([*words[:step], "…"]) for step in range(len(words) + 1)]

@@ -1,4 +1,4 @@
-"""One image, word by word: what is said, how sure the model is, and where it looks (Figure 1 of the paper)."""
+"""One image, word by word: the word, its uncertainty, and where the model attends (Figure 1 of the paper)."""
 
 import io
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from bayesattn.kl import record_kl
 from bayesattn.metrics import entropy, top_two_p_value
 from bayesattn.plots import plot_overlay
 from bayesattn.prediction import predict
+from bayesattn.scalars import check_count
 from bayesattn_recipes.captioning.batches import teacher_forced
 from bayesattn_recipes.captioning.data import CaptionData, load_data
 from bayesattn_recipes.captioning.decoding import beam_search
@@ -28,7 +29,7 @@ from bayesattn_recipes.vision.shapes import GRID, pixel_features
 
 @dataclass(frozen=True)
 class Subject:
-    """An image to talk about: its picture, the features of its regions, and where they lie."""
+    """An image to describe: its picture, the features of its regions, and their places."""
 
     picture: UInt8[Tensor, "height width 3"]
     regions: Float[Tensor, "n f"]
@@ -38,7 +39,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A caption and what stands behind each of its words, the end included.
+    """A caption and the uncertainty and attention of each of its words, the end included.
 
     Attributes:
         words: The words; the last is `<end>` unless the caption was cut.
@@ -72,7 +73,7 @@ def find_subject(
     by the file name of the picture.
 
     Args:
-        config: Of the run that is to speak.
+        config: Of the run.
         image: The path of a picture, or the name of an image of the data set.
         data: The folder of the data sets, or the run's data set.
         features: A file of `bayesattn features` with this picture; for runs on photos.
@@ -80,7 +81,7 @@ def find_subject(
     path = Path(image)
     if config.dataset == "shapes":
         if features is not None:
-            raise ValueError("features is given; allowed for a run on shapes: none, they are computed from the picture")
+            raise ValueError("leave out --features: a run on shapes computes them from the picture")
         found = read_image(path) if path.exists() else load_data("shapes").picture(image)
         return Subject(found, pixel_features(found.unsqueeze(0))[0], GRID)
     known = None
@@ -90,7 +91,7 @@ def find_subject(
     name = find_name(path.name, regions.names)
     if name is None:
         raise ValueError(
-            f"image is {image!r}, which has no features here; allowed: one of {len(regions)} images that have, or a file of "
+            f"image {image!r} has no features here. Choose one of the {len(regions)} images that have, or give a file of "
             "`bayesattn features` with this one (--features)"
         )
     row = regions.names.index(name)
@@ -102,12 +103,12 @@ def find_subject(
 def caption_image(
     folder: Path, image: str, data: Path | None = None, features: Path | None = None, **options: int
 ) -> tuple[Subject, Explanation]:
-    """Let a run describe an image; options as for `explain`, the rest as for `find_subject`."""
+    """Describe an image with a run; options as for `explain`, the rest as for `find_subject`."""
     config, model = load_run(folder)
     subject = find_subject(config, image, data, features)
     if subject.regions.shape[1] != model.region_embed.in_features:
         raise ValueError(
-            f"the regions of {image!r} have {subject.regions.shape[1]} features; the model was trained with "
+            f"the regions of {image!r} have {subject.regions.shape[1]} features, but the model was trained with "
             f"{model.region_embed.in_features}"
         )
     words = beam_search(model, subject.regions.unsqueeze(0), **search_options(config)).words[0]
@@ -115,7 +116,7 @@ def caption_image(
 
 
 def plot_explanation(subject: Subject, found: Explanation, title: str | None = None) -> Figure:
-    """Draw prior, mean and deviation of the attention over the picture, a column a word (Figure 1 of the paper)."""
+    """Draw prior, mean and deviation of the attention over the picture, one column per word (Figure 1 of the paper)."""
     shown = {name: values[: len(found.words)] for name, values in found.maps.items()}
     columns = [f"{word} {float(p):.2f}" for word, p in zip(found.words, found.probability)]
     text = found.sentence if title is None else title
@@ -144,8 +145,7 @@ def explain(
         num_samples: Draws, at least 2.
         seed: Of the draws.
     """
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    check_count("num_samples", num_samples, least=2)
     length = int((words != BOUNDARY).sum())
     words = words[: length + 1]  # with the end, unless the caption was cut
     inputs = {"regions": regions.unsqueeze(0), "words": teacher_forced(words.unsqueeze(0))}
@@ -178,7 +178,7 @@ def draw(
 
     Args:
         model: In eval mode.
-        inputs: Arguments of its forward pass, one caption an image.
+        inputs: Arguments of its forward pass, one caption per image.
         method: `mean`, `attention` or `dropout`.
         num_samples: Draws.
         seed: Of the draws.
@@ -210,7 +210,7 @@ def prior_weights(
     model: Att2in, regions: Float[Tensor, "b n f"], region_mask: Bool[Tensor, "b n"] | None = None
 ) -> Float[Tensor, "b n"] | None:
     """Return Ψ over the regions of each image, or None without a contextual prior."""
-    # the prior is computed only where a KL is wanted
+    # the prior is computed only where a KL is needed
     with record_kl():
         found = model.look(regions, region_mask).prepared[1]
     return None if found is None else found.flatten(1, 2).squeeze(1).exp()

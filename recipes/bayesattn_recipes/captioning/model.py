@@ -1,4 +1,4 @@
-"""Att2in (Rennie et al., 2017): an LSTM that looks at the image before every word, the view entering its candidates only.
+"""Att2in (Rennie et al., 2017): an LSTM that attends to the image before every word; the result enters its candidates only.
 
     a_t   = attention(query = h_{t−1}, keys = image regions)
     i,f,o = σ(W_x x_t + W_h h_{t−1} + b)
@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from bayesattn_recipes.baselines import StepAttention
+from bayesattn.nn import StepAttention
 from bayesattn_recipes.captioning.cell import maxout_lstm
 from bayesattn_recipes.captioning.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class Image:
-    """What all words of a caption share: embedded regions, which of them exist, and the attention's own preparation."""
+    """The inputs that all words of a caption share: embedded regions, which of them exist, and the prepared attention."""
 
     keys: Float[Tensor, "b n d"]
     mask: Bool[Tensor, "b n"]
@@ -46,7 +46,7 @@ class Att2in(nn.Module):
     Args:
         attention: Soft, Bayesian or a rival's, as `baselines.build_step_attention` makes it; its queries and keys have
             `width` features.
-        vocabulary: The words; kept as a buffer, so that a checkpoint can speak.
+        vocabulary: The words; kept as a buffer, so that a checkpoint is complete.
         feature_dim: Features of an image region.
         width: Features of words, regions and states.
         dropout: On words, regions and states.
@@ -74,7 +74,7 @@ class Att2in(nn.Module):
         self.view_proj = nn.Linear(width, 2 * width)
         self.head = nn.Linear(width, len(vocabulary))
         self.dropout = nn.Dropout(dropout)
-        # as the authors' base code has it
+        # as in the authors' base code
         nn.init.uniform_(self.word_embed.weight, -0.1, 0.1)
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
@@ -106,8 +106,8 @@ class Att2in(nn.Module):
         Args:
             read: `read(words)` of this step.
             state: Before the word.
-            image: What to look at.
-            mask: Regions to look at, if not all that exist.
+            image: The image.
+            mask: Regions to attend to, if not all that exist.
         """
         context, weights = self.attention(
             state[0].unsqueeze(1), image.keys, mask=image.mask if mask is None else mask, prepared=image.prepared
@@ -125,10 +125,7 @@ class Att2in(nn.Module):
     ) -> tuple[State, Float[Tensor, "c 1 n"], Float[Tensor, "c 1 n"]]:
         """Read one word with the noise of `plan_bias` and `plan_context`; return new state, scores Φ and weights."""
         scores = self.attention.scores(state[0].unsqueeze(1), projected)
-        weights = self.attention.planned_weights(scores, bias)
-        context = weights.to(keys.dtype) @ keys
-        if noise is not None and self.attention.context_noise is not None:
-            context = self.attention.context_noise.shift(context, noise)
+        context, weights = self.attention.planned(scores, keys, bias, noise)
         return self._feel(read, state, context), scores, weights
 
     def _feel(self, read: Float[Tensor, "c five_d"], state: State, context: Float[Tensor, "c 1 d"]) -> State:
@@ -150,7 +147,7 @@ class Att2in(nn.Module):
 
         Args:
             regions: Features of the images' regions.
-            words: What has been said before each step; the first is a boundary.
+            words: The word before each step; the first is a boundary.
             region_mask: True for regions that exist; all if None.
             image_rows: Which image each caption is about; the first caption is about the first image if None.
             lengths: Steps of each caption; steps after its end have no KL.
@@ -177,7 +174,7 @@ class Att2in(nn.Module):
         if goes_on is not None:
             masks = [image.mask & step for step in goes_on.unsqueeze(2).unbind(1)]
         state, states, weights = self.start(image.keys), [], []
-        # unbound, not indexed: the gradient of an index is a whole array of zeros at every step
+        # unbind, not index: the gradient of an index is a whole array of zeros at every step
         for read, mask in zip(reads.unbind(1), masks, strict=True):
             state, seen = self.step(read, state, image, mask)
             states.append(state[0])

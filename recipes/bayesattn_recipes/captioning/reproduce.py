@@ -1,4 +1,4 @@
-"""The paper's captioning table beside ours: every variant with several seeds on every data set at hand.
+"""The paper's captioning table beside the results: every variant with several seeds on every available data set.
 
 A finished run is kept as its captions. They are scored when the table is made, so a GPU without Java can train and another
 machine can score.
@@ -39,7 +39,7 @@ from bayesattn_recipes.common.tables import (
     write_csv,
 )
 
-# config suffix: what the tables call it
+# config suffix: its name in the tables
 VARIANTS = {
     "soft": "soft",
     "hard": "hard (REINFORCE)",
@@ -77,13 +77,13 @@ def reproduce(
     """Train and measure what has not been, and write `captioning.md` and `captioning.csv`; returns the path of the former.
 
     Args:
-        names: Data sets; None takes those at hand.
+        names: Data sets; None takes those available.
         variants: Keys of `VARIANTS`; None takes all.
         num_seeds: Runs per variant.
         data: The folder of the data sets.
         out: Folder for the runs and the tables; finished runs in it are not repeated.
         console: Where to print.
-        minutes: No run begins later than this; the tables are of what is finished, and the same call goes on later.
+        minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
         settings: `name=value` on top of every config.
     """
     known: tuple[DatasetName, ...] = get_args(DatasetName)
@@ -121,7 +121,7 @@ class CaptioningRuns:
         return dataclasses.asdict(dataclasses.replace(self.configs[variant], seed=seed))
 
     def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
-        """Train one run and let it describe the test images, by its own search and by the paper's greedy one."""
+        """Train one run and describe the test images, by its own search and by the paper's greedy one."""
         config = dataclasses.replace(self.configs[variant], seed=seed)
         log = train_run(config, folder, on_progress, data=self.data, resume=True)
         _, model = load_run(folder)
@@ -142,7 +142,7 @@ class CaptioningRuns:
 
 
 def score_cells(cells: Cells, data: CaptionData, folder: Path, dataset: str) -> dict[str, Cells]:
-    """Return the scores of all captions, by search; what the same tools scored before is read from the folder."""
+    """Return the scores of all captions, by search; scores by the same tools are read from the folder."""
     references = data.splits["test"].captions
     found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for variant, by_seed in cells.items():
@@ -151,7 +151,7 @@ def score_cells(cells: Cells, data: CaptionData, folder: Path, dataset: str) -> 
                 path = folder / f"{dataset}-{variant}-{seed}-{search.replace(' ', '-')}-{tools()}.json"
                 scores = read_cell(path, {"captions": captions})
                 if scores is None:
-                    # as JSON gives it back
+                    # as JSON stores it
                     scores = json.loads(json.dumps(dataclasses.asdict(score(captions, references))))
                     write_cell(path, {"captions": captions}, scores)
                 facts = {name: cell[name] for name in FACTS if name in cell}

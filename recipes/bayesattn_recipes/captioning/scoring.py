@@ -1,8 +1,8 @@
-"""How good captions are: BLEU-1 to 4, CIDEr, ROUGE-L and METEOR against several references an image, all in per cent.
+"""How good captions are: BLEU-1 to 4, CIDEr, ROUGE-L and METEOR against several references per image, all in percent.
 
 The measures are those of the COCO server (`pycocoevalcap`, the extra `captioning`). METEOR and the Penn Treebank tokenizer
 in front of all measures are Java programs. Whatever is missing is left out with its reason, and the result names the
-tokenizer, because numbers after different tokenizers cannot be compared.
+tokenizer, because numbers from different tokenizers cannot be compared.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Scores:
     """Measures of one set of captions.
 
     Attributes:
-        values: By measure, in per cent.
+        values: By measure, in percent.
         skipped: By measure that could not be computed, why.
         tokenizer: `PTB` (the COCO server's) or `plain` (`vocabulary.tokenize`).
     """
@@ -49,17 +49,17 @@ def has_java() -> bool:
 
 
 def tools() -> str:
-    """Return what `score` uses here, by which its results differ: `java`, `package` or `bleu`."""
+    """Return the tools that `score` uses here, on which its results depend: `java`, `package` or `bleu`."""
     return "bleu" if not has_package() else "java" if has_java() else "package"
 
 
 class CorpusBleu:
-    """Corpus BLEU after the plain tokenizer, against references that are counted once: quick enough to follow training with.
+    """Corpus BLEU after the plain tokenizer, against references that are counted once: fast enough for use during training.
 
         BLEU = exp(min(0, 1 − r/c)) · (Π_n p_n)^(1/order)
 
     with p_n the share of n-grams that are found in a reference, each as often as it is there, c the words of all captions
-    and r those of the references closest to them in length, the shorter of two (as the COCO server has it).
+    and r those of the references closest to them in length, the shorter of two (as on the COCO server).
 
     Args:
         references: At least one for each caption.
@@ -78,7 +78,7 @@ class CorpusBleu:
             self.counts.append(most)
 
     def __call__(self, captions: Sequence[str]) -> float:
-        """Return BLEU of one caption for every entry of the references, in per cent."""
+        """Return BLEU of one caption for every entry of the references, in percent."""
         right, made = [0] * self.order, [0] * self.order
         said = wanted = 0
         for caption, lengths, most in zip(captions, self.lengths, self.counts, strict=True):
@@ -100,7 +100,7 @@ def _ngrams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
 
 
 def bleu(captions: Sequence[str], references: Sequence[Sequence[str]], order: int = 4) -> float:
-    """Return corpus BLEU in per cent after the plain tokenizer."""
+    """Return corpus BLEU in percent after the plain tokenizer."""
     return CorpusBleu(references, order)(captions)
 
 
@@ -108,15 +108,17 @@ def score(captions: Sequence[str], references: Sequence[Sequence[str]], *, use_j
     """Return every measure that can be computed here.
 
     Args:
-        captions: One an image.
+        captions: One per image.
         references: At least one for each of them.
-        use_java: False leaves out what needs Java and takes the plain tokenizer; None uses Java if it is there.
+        use_java: False leaves out what needs Java and takes the plain tokenizer; None uses Java if it is installed.
     """
     if not captions or len(captions) != len(references):
-        raise ValueError(f"captions, references have {len(captions)}, {len(references)} entries; allowed: equally many")
+        raise ValueError(
+            f"captions and references must have equally many entries, at least 1, got {len(captions)} and {len(references)}"
+        )
     empty = [index for index, found in enumerate(references) if not any(map(tokenize, found))]
     if empty:
-        raise ValueError(f"references of entry {empty[0]} hold no word; allowed: at least one reference with a word")
+        raise ValueError(f"entry {empty[0]} must have at least one reference with a word, got none")
     java = has_java() if use_java is None else use_java
     if java and not has_java():
         raise ValueError(f"use_java is True, but this {NO_JAVA}")
@@ -129,6 +131,16 @@ def score(captions: Sequence[str], references: Sequence[Sequence[str]], *, use_j
         return Scores(values, {"METEOR": NO_JAVA})
     values["METEOR"] = 100.0 * _with_java("METEOR", lambda: _meteor(hypotheses, targets))
     return Scores(values, tokenizer="PTB")
+
+
+def image_cider(captions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """Return the CIDEr of every caption, from 0 to 10, after the plain tokenizer; all references set how rare a word is."""
+    if not has_package():
+        raise ValueError(f"CIDEr {NO_PACKAGE}")
+    from pycocoevalcap.cider.cider import Cider
+
+    given, right = _as_dicts(*_plain(captions, references))
+    return Cider().compute_score(right, given)[1].tolist()
 
 
 def _plain(captions: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
@@ -147,7 +159,7 @@ def _treebank(captions: Sequence[str], references: Sequence[Sequence[str]]) -> t
     }
     tokenized = _with_java("the PTB tokenizer", lambda: _quietly(lambda: PTBTokenizer().tokenize(lines)))
     if [len(found) for found in tokenized.values()] != [len(found) for found in lines.values()]:
-        raise OSError("the PTB tokenizer returned another number of lines than it was given")
+        raise OSError("the PTB tokenizer returned a different number of lines than it was given")
     return [tokenized[index][0] for index in lines], [tokenized[index][1:] for index in lines]
 
 

@@ -43,11 +43,11 @@ class CaptioningConfig:
         dataset: `shapes`, `flickr8k` or `coco`.
         attention: Soft or Bayesian attention, or one of their rivals.
         training: Epochs, batch size in captions (those of an image stay together), KL schedule.
-        seed: Initialisation, batch order, dropout and attention noise.
+        seed: Initialization, batch order, dropout and attention noise.
         width: Features of words, regions and states.
         attention_dim: Width of the attention's tanh layer.
         dropout: On words, regions and states.
-        min_count: How often a word occurs in the training captions to be known.
+        min_count: How often a word must occur in the training captions to be known.
         max_length: Words of a caption; longer ones are cut.
         learning_rate: Adam's, at first.
         learning_rate_decay: Factor of the learning rate after every `decay_epochs`.
@@ -105,7 +105,7 @@ class CaptioningExperiment(Experiment):
         self.bleu = CorpusBleu(data.splits["validation"].captions)
         self.num_examples = len(self.train.words)
         self.model = build_model(config, vocabulary, data.regions.dim)
-        # rivals that draw inside of the loop over words train in plain steps
+        # rivals that draw inside the loop over words train without recording
         self.is_recordable = config.decoder_mode == "auto" and self.model.attention.draws_ahead
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate)
         if config.clip_value is not None:
@@ -159,7 +159,7 @@ VALIDATION_BATCH = 2000
 
 
 def search_options(config: CaptioningConfig) -> dict[str, Any]:
-    """Return how a run looks for captions, as `beam_search` takes it."""
+    """Return the search options of a run, as `beam_search` takes them."""
     return {"num_beams": config.num_beams, "max_length": config.max_length, "length_penalty": config.length_penalty}
 
 
@@ -174,7 +174,7 @@ def caption_split(
 ) -> list[str]:
     """Return a caption for every image of a split; options as for `beam_search`.
 
-    The words of all batches come back from the device at once.
+    The words of all batches are copied from the device at once.
     """
     device, found = next(model.parameters()).device, []
     for rows in split.rows.split(max(1, VALIDATION_BATCH // num_beams)):
@@ -184,7 +184,7 @@ def caption_split(
 
 
 def build_experiment(config: CaptioningConfig, data: Path | CaptionData | None = None) -> CaptioningExperiment:
-    """Return the experiment of a config; `data` is the folder of the data sets, or the data set if it was read before."""
+    """Return the experiment of a config; `data` is the folder of the data sets, or a data set that is already loaded."""
     return CaptioningExperiment(config, data if isinstance(data, CaptionData) else load_data(config.dataset, data))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesattn_recipes.common.vocabulary import UNKNOWN as UNKNOWN
 from bayesattn_recipes.common.vocabulary import WordVocabulary, frequent, tensor_to_text, text_to_tensor
 
-# one number says "here a caption begins or ends", as in the authors' base code: nobody ever has to predict a begin
+# one number for the beginning and the end of a caption, as in the authors' base code: a beginning is never predicted
 BOUNDARY = 0
 SPECIAL_WORDS = ("<end>", "<unk>")
 
@@ -18,7 +18,7 @@ _WORD = re.compile(r"[^\W_]+(?:-[^\W_]+)*|'s\b")
 
 
 def tokenize(sentence: str) -> list[str]:
-    """Return the lower-case words of a sentence without punctuation; hyphened words stay whole, a final 's is a word.
+    """Return the lower-case words of a sentence without punctuation; hyphenated words stay whole, a final 's is a word.
 
     Example:
         >>> tokenize("A tri-colored dog's ball , twice !")
@@ -37,11 +37,13 @@ class Vocabulary(WordVocabulary):
         """Collect the words that occur at least `min_count` times."""
         kept = frequent((word for caption in captions for word in tokenize(caption)), min_count)
         if not kept:
-            raise ValueError(f"no word of the captions occurs {min_count} times; allowed: a min_count that keeps some")
+            raise ValueError(
+                f"no word of the captions occurs {min_count} times. Lower min_count so that some words are kept"
+            )
         return cls((*SPECIAL_WORDS, *kept))
 
     def encode(self, sentence: str, max_length: int) -> list[int]:
-        """Return the numbers of the first `max_length` words, without any boundary; words not known become `UNKNOWN`."""
+        """Return the numbers of the first `max_length` words, without any boundary; unknown words become `UNKNOWN`."""
         return self.numbers(tokenize(sentence)[:max_length])
 
     def decode(self, numbers: Sequence[int] | Int[Tensor, " t"]) -> list[str]:
@@ -50,7 +52,7 @@ class Vocabulary(WordVocabulary):
         return [self.words[number] for number in found]
 
     def to_tensor(self) -> UInt8[Tensor, " bytes"]:
-        """Return the words as bytes, a line each, to be kept beside the parameters they belong to."""
+        """Return the words as bytes, one line each, to be stored with the parameters."""
         return text_to_tensor("\n".join(self.words))
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What every recipe shares: configs, the training loop, checkpoints, tables."""
+"""Shared by all recipes: configs, the training loop, checkpoints, tables."""

@@ -1,4 +1,4 @@
-"""Arrays out of files that someone else wrote: without pickle, and whatever is wrong with them is one ValueError."""
+"""Arrays from files of other programs: without pickle, and with a ValueError for anything that is wrong with them."""
 
 import io
 import lzma
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-# what numpy and its unpackers raise over bytes that are not what they seem
+# what numpy and its decompressors raise on broken files
 _BROKEN = (
     OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, OverflowError, MemoryError, RuntimeError,
     SyntaxError, struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
@@ -31,7 +31,9 @@ def read_npz(path: Path, names: Sequence[str], optional: Sequence[str] = ()) -> 
                 raise ValueError(f"it lacks {', '.join(map(repr, missing))}")
             return {name: file[name] for name in (*names, *optional) if name in file}
     except _BROKEN as error:
-        raise ValueError(f"{path} cannot be read: {_reason(error)}; allowed: an npz file with {', '.join(names)}") from None
+        raise ValueError(
+            f"{path} cannot be read: {_reason(error)}. It must be an npz file with {', '.join(names)}"
+        ) from None
 
 
 def read_packed_npy(path: Path) -> np.ndarray:
@@ -44,11 +46,11 @@ def read_packed_npy(path: Path) -> np.ndarray:
         with lzma.open(path) as file:
             return np.load(io.BytesIO(file.read()), allow_pickle=False)
     except _BROKEN as error:
-        raise ValueError(f"{path} cannot be read: {_reason(error)}; allowed: an npy file compressed by xz") from None
+        raise ValueError(f"{path} cannot be read: {_reason(error)}. It must be an npy file compressed by xz") from None
 
 
 def check_numbers(array: np.ndarray, num_dimensions: int, what: str) -> np.ndarray:
-    """Return the array if it holds real numbers in so many dimensions.
+    """Return the array if it holds real numbers in `num_dimensions` dimensions.
 
     Args:
         array: From a file.
@@ -57,7 +59,7 @@ def check_numbers(array: np.ndarray, num_dimensions: int, what: str) -> np.ndarr
     """
     if array.ndim != num_dimensions or array.dtype.kind not in "biuf":
         raise ValueError(
-            f"{what} has shape {array.shape} and type {array.dtype}; allowed: real numbers in {num_dimensions} dimensions"
+            f"{what} must hold real numbers in {num_dimensions} dimensions, got shape {array.shape} and type {array.dtype}"
         )
     return array
 

@@ -1,10 +1,10 @@
-"""Beam search for all sentences of a batch at once; it knows nothing of the model but its next-token probabilities.
+"""Beam search for all sentences of a batch at once; it needs only the model's next-token probabilities.
 
-There are two kinds, which differ in what becomes of a hypothesis y of L tokens that has ended.
+There are two kinds, which differ in how they treat a hypothesis y of L tokens that has ended.
 
 - `beam_search` sets it aside, and the search ends when no living one can be better. Its score is
   ln p(y) / ((5 + L) / 6)^a                                                    (Wu et al., 2016; the paper: a = 1, beam 10)
-- `steady_beam_search` keeps it in the beam, where it competes with the living by ln p(y); at the end all compete by
+- `steady_beam_search` keeps it in the beam, where it competes with the others by ln p(y); at the end all compete by
   ln p(y) / L^a. With one beam this is greedy search. All sentences take the same number of steps and the host never waits
   for the device.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-# how many steps pass before the host asks the device which sentences are finished
+# steps between two checks of the device for finished sentences
 CHECK_EVERY = 4
 # finished sentences leave the batch when at most this share is left
 LEAVE_BELOW = 0.75
@@ -28,7 +28,7 @@ Next = Callable[[Int[Tensor, "b k"], Any], tuple[Float[Tensor, "b k v"], Any]]
 
 
 class Marks(NamedTuple):
-    """Numbers of the tokens that are no words: before the first, after the last, and after that."""
+    """Numbers of the special tokens: before the first word, after the last, and padding."""
 
     start: int
     end: int
@@ -40,7 +40,7 @@ class Hypotheses(NamedTuple):
 
     Attributes:
         tokens: End token last, then padding.
-        scores: Length-normalised log-probabilities; −inf where fewer were found than asked for.
+        scores: Length-normalized log-probabilities; −inf where fewer were found than requested.
     """
 
     tokens: Int[Tensor, "b k t"]
@@ -50,7 +50,7 @@ class Hypotheses(NamedTuple):
 def check_sizes(beam: int, max_length: int) -> None:
     """Refuse a search without hypotheses or tokens."""
     if beam < 1 or max_length < 1:
-        raise ValueError(f"beam, max_length are {beam}, {max_length}; allowed: integers of at least 1")
+        raise ValueError(f"beam and max_length must be integers of at least 1, got {beam} and {max_length}")
 
 
 def length_penalty(length: int, power: float) -> float:
@@ -77,7 +77,7 @@ def beam_search(
     Args:
         next_log_probs: The model.
         state: Its state before the first step, with `beam` equal hypotheses of every sentence.
-        marks: The tokens that are no words.
+        marks: The special tokens.
         batch: Sentences.
         beam: Hypotheses kept at every step.
         max_length: Tokens of the longest hypothesis, its end token included; the last may only be that.
@@ -87,7 +87,7 @@ def beam_search(
         narrow: Returns the model for some sentences of the batch; where it is given, finished sentences leave the batch.
     """
     if num_best < 1 or penalty < 0.0:
-        raise ValueError(f"num_best, penalty are {num_best}, {penalty}; allowed: at least 1, and at least 0")
+        raise ValueError(f"num_best must be at least 1 and penalty at least 0, got {num_best} and {penalty}")
     tokens, last, alive = _begin(marks, batch, beam, max_length, device)
     done = Hypotheses(tokens[:, :1].expand(-1, num_best, -1), torch.full((batch, num_best), -math.inf, device=device))
     found, rows = Hypotheses(*(value.clone() for value in done)), torch.arange(batch, device=device)

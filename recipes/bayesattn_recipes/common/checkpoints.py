@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last two, each checked when it is read, and refused for another run than theirs."""
+"""The checkpoints of a run: the last two, each checked when it is read, and refused for another run."""
 
 import itertools
 import warnings
@@ -12,7 +12,7 @@ from bayesattn.evaluation.runs import CHECKPOINTS_FOLDER, FAILURE_FILE, RunError
 from bayesattn_recipes.common.config import comparable
 from bayesattn_recipes.common.state import read_state, write_state
 
-# settings that change nothing that has been computed: when to save, and what to do about a step that is yet to go wrong
+# settings that do not change the computation: when to save, and what to do about a step that fails
 FREE_SETTINGS = frozenset(f"config.training.{name}" for name in ("checkpoint_steps", "checkpoint_seconds", "on_nonfinite"))
 KEPT = 2
 
@@ -22,7 +22,7 @@ class Checkpoints:
 
     Args:
         run: The run folder.
-        identity: What makes a run this one (recipe, config, size of the data); plain values, nested dictionaries.
+        identity: What identifies a run (recipe, config, size of the data); plain values, nested dictionaries.
     """
 
     def __init__(self, run: Path, identity: dict[str, Any]) -> None:
@@ -31,11 +31,11 @@ class Checkpoints:
         self.identity = identity
 
     def paths(self) -> list[Path]:
-        """Return the checkpoints there are, newest first."""
+        """Return the existing checkpoints, newest first."""
         return sorted(self.folder.glob("step-*.safetensors"), reverse=True)
 
     def save(self, step: int, flat: tuple[Any, dict[str, Tensor]], rows: list[dict[str, Any]]) -> Path:
-        """Write what `flatten` made of `{"identity": …, "state": …}` and the log so far; remove all but the last two."""
+        """Write `flatten`'s result for `{"identity": …, "state": …}` and the log so far; remove all but the last two."""
         path = self.folder / f"step-{step:010d}.safetensors"
         write_state(path, flat)
         if rows:
@@ -67,14 +67,14 @@ class Checkpoints:
                 continue
             check_identity(self.run, identity, self.identity)
             for reason in reasons:
-                warnings.warn(f"{reason}; going on from {path.name} instead", UserWarning, stacklevel=2)
+                warnings.warn(f"{reason}; continuing from {path.name} instead", UserWarning, stacklevel=2)
             return state
         if paths:
             raise RunError(f"none of the {len(paths)} checkpoints can be read: {'; '.join(reasons)}")
         return None
 
     def clear(self) -> None:
-        """Remove all checkpoints, and what a writer that was killed left."""
+        """Remove all checkpoints, and leftovers of a killed writer."""
         remove_leftovers(self.run)
         if self.folder.is_dir():
             remove_leftovers(self.folder)
@@ -85,7 +85,7 @@ class Checkpoints:
 
 
 def check_identity(run: Path, found: Any, wanted: dict[str, Any]) -> None:
-    """Raise, naming what differs, if the run in the folder is not the one that is to go on."""
+    """Raise, naming the differences, if the run in the folder is not the one to be continued."""
     before, now = dict(leaves(comparable(found))), dict(leaves(comparable(wanted)))
     names = [name for name in {**before, **now} if name not in FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name) or (name in before) != (name in now)]
@@ -93,7 +93,9 @@ def check_identity(run: Path, found: Any, wanted: dict[str, Any]) -> None:
         is_, was = ({name: repr(part[name]) if name in part else "missing" for name in changed} for part in (now, before))
         shown = ", ".join(f"{name} is {is_[name]} and was {was[name]}" for name in changed[:3])
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise RunError(f"{run} is another run: {shown}{more}; allowed with --resume: the config it was begun with")
+        raise RunError(
+            f"{run} has another config: {shown}{more}. Use --resume only with the config that the run was started with"
+        )
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from bayesattn_recipes.baselines import AttentionChoice
 
 Config = TypeVar("Config")
 
-# of every config class: no unknown keys, no conversion but of integers to numbers, neither infinity nor NaN
+# for every config class: no unknown keys, no conversion except of integers to floats, neither infinity nor NaN
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Class = TypeVar("Class", bound=type)
@@ -33,7 +33,7 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-# what numpy takes
+# the range of numpy's seeds
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -52,7 +52,7 @@ CONFIG_LIMIT = 2**16
 
 
 class _ConfigLoader(yaml.SafeLoader):
-    """YAML's safe loader without aliases, which can make a few lines as large as memory, and without double keys."""
+    """YAML's safe loader without aliases, which can make a few lines fill the memory, and without duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -63,7 +63,7 @@ class _ConfigLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
-            raise yaml.MarkedYAMLError(problem=f"the key {shown(twice)} stands there twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"the key {shown(twice)} occurs twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -83,8 +83,12 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except Exception as error:
-        # a value that its tag does not fit is an AttributeError, KeyError, IndexError, … inside PyYAML
-        raise ValueError(f"a value does not fit its tag: {error}") from None
+        # a value that does not match its tag is an AttributeError, KeyError, IndexError, … inside PyYAML
+        raise ValueError(f"a value does not match its tag: {error}") from None
+
+
+# the key of a config file that names another one
+BASE = "base"
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"config {path} cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"config {path} holds {type(values).__name__}; allowed: a mapping of names to values")
+        raise ValueError(f"config {path} must hold a mapping of names to values, got {type(values).__name__}")
     return values
 
 
@@ -105,7 +109,7 @@ def find_config(name: str, folder: Path) -> Path:
         return folder / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")) and Path(name).exists():
         return Path(name)
-    raise ValueError(f"config is {shown(name)}; allowed: {', '.join(names)}, or the path of a YAML file")
+    raise ValueError(f"config must be one of {', '.join(names)}, or the path of a YAML file, got {shown(name)}")
 
 
 def shown(value: Any) -> str:
@@ -116,7 +120,7 @@ def shown(value: Any) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return the dotted name of a setting as an error message shows it: as it is, unless it is long or odd."""
+    """Return the dotted name of a setting as an error message shows it: unchanged, unless it is long or not printable."""
     return name if len(name) <= 80 and name.isascii() and name.isprintable() else shown(name)
 
 
@@ -126,24 +130,51 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name:
-            raise ValueError(f"setting is {shown(setting)}; allowed: name=value, as in attention.weibull_k=5")
+            raise ValueError(f"setting must be name=value, as in attention.weibull_k=5, got {shown(setting)}")
         target = values
         *parents, last = name.split(".")
         for parent in parents:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                raise ValueError(f"setting is {shown(setting)}; {parent} is a value and has no names inside")
+                raise ValueError(f"setting {shown(setting)} cannot be applied: {parent} is a plain value, not a mapping")
         try:
             target[last] = parse_yaml(text)
         except ValueError:
-            raise ValueError(f"setting is {shown(setting)}; its value cannot be read as YAML") from None
+            raise ValueError(f"setting {shown(setting)} has a value that is not valid YAML") from None
     return values
 
 
 def read_config(cls: type[Config], name: str, folder: Path, settings: Sequence[str] = ()) -> Config:
-    """Read a config by its name in `folder` or by its path, with `name=value` settings on top."""
+    """Read a config by its name in `folder` or by its path, with `name=value` settings on top.
+
+    A file with `base: NAME` takes all values that it does not set from that config of the folder.
+    """
     path = find_config(name, folder)
-    return build_config(cls, override(load_yaml(path), settings), path.name)
+    return build_config(cls, override(with_base(load_yaml(path), folder, path.name), settings), path.name)
+
+
+def with_base(values: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+    """Return the values of a config on top of those of its `base`, if it has one."""
+    values = dict(values)
+    base = values.pop(BASE, None)
+    if base is None:
+        return values
+    if base not in [path.stem for path in folder.glob("*.yaml")]:
+        raise ValueError(f"{where}: {BASE} must be one of the configs in {folder}, got {shown(base)}")
+    below = load_yaml(folder / f"{base}.yaml")
+    if BASE in below:
+        raise ValueError(
+            f"{where}: {BASE} must be a config without a {BASE} of its own, got {base!r}. Use {shown(below[BASE])}"
+        )
+    return _merged(below, values)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for name, value in above.items():
+        is_nested = isinstance(value, dict) and isinstance(below.get(name), dict)
+        result[name] = _merged(below[name], value) if is_nested else value
+    return result
 
 
 def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> Config:
@@ -159,7 +190,7 @@ def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> 
     """
     prefix = f"{where}: " if where else ""
     try:
-        # as JSON, of which strict pydantic takes lists for tuples and mappings for dataclasses, and nothing else
+        # as JSON, for which strict pydantic accepts lists as tuples and mappings as dataclasses, and nothing else
         text = json.dumps({"value": _plain(values)})
         return _holder(cls).model_validate_json(text).value  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -188,16 +219,18 @@ def _plain(value: Any, name: str = "") -> Any:
         return value
     if isinstance(value, int) and abs(value) < 2**63:
         return value
-    raise ValueError(f"{shown_name(name)} is {shown(value)}; allowed: numbers of 64 bits, text, true, false, null, lists")
+    raise ValueError(
+        f"{shown_name(name)} must be a number of 64 bits, text, true, false, null, or a list, got {shown(value)}"
+    )
 
 
-# of pydantic's errors: what would have been right
-_ALLOWED = {
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "a number above {gt:g}",
+# what a value must be, by the type of pydantic's error
+_REQUIRED = {
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
     "less_than": "below {lt:g}",
-    "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "one of {expected}",
     "int_type": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
@@ -216,11 +249,13 @@ def _explain(cls: type, error: Any) -> str:
     if kind == "value_error":
         return f"{name}: {context['error']}" if place else str(context["error"])
     if kind == "unexpected_keyword_argument":
-        return f"{name} is unknown; allowed: {', '.join(sorted(_names_at(cls, place[:-1])))}"
-    allowed = _ALLOWED[kind].format(**context) if kind in _ALLOWED else error["msg"]
+        return f"{name} is unknown. Use one of {', '.join(sorted(_names_at(cls, place[:-1])))}"
+    if kind not in _REQUIRED:
+        return f"{name}: {error['msg']}, got {shown(error['input'])}"
+    required = _REQUIRED[kind].format(**context)
     if kind == "literal_error":
-        allowed = allowed.replace(" or ", ", ")
-    return f"{name} is {shown(error['input'])}; allowed: {allowed}"
+        required = required.replace(" or ", ", ")
+    return f"{name} must be {required}, got {shown(error['input'])}"
 
 
 def _names_at(cls: Any, place: Sequence[str]) -> list[str]:
@@ -230,9 +265,9 @@ def _names_at(cls: Any, place: Sequence[str]) -> list[str]:
 
 
 def comparable(values: Any) -> Any:
-    """Return the values of a config without the settings of rivals where its attention is none.
+    """Return the values of a config without the settings of rivals where its attention is not a rival.
 
-    There they decide nothing, and runs from before a recipe knew rivals do not have them.
+    There they have no effect, and runs from before a recipe had rivals lack them.
     """
     if not isinstance(values, dict):
         return values
@@ -243,7 +278,7 @@ def comparable(values: Any) -> Any:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch; everything a recipe draws comes from these."""
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed is {seed!r}; allowed: 0 to 2^32 - 1")
+        raise ValueError(f"seed must be from 0 to 2^32 - 1, got {seed!r}")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a recipe gives to the training loop, and how long and how fast the loop trains."""
+"""The interface between a recipe and the training loop, and the settings of the loop."""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -19,20 +19,20 @@ class TrainingConfig:
 
     Args:
         epochs: Passes over the training examples, at most.
-        batch_size: Examples per optimiser step, over all processes and micro-batches.
-        accumulation_steps: Micro-batches per optimiser step.
+        batch_size: Examples per optimizer step, over all processes and micro-batches.
+        accumulation_steps: Micro-batches per optimizer step.
         clip_norm: Largest norm of the gradient; None does not clip.
         precision: `fp32`, or `bf16` autocast (noise, softmax and KL stay in float32).
-        kl_schedule: λ_t by optimiser step.
+        kl_schedule: λ_t by optimizer step.
         keep: `last`, or the metric of `Experiment.validate` whose best epoch gives the run its parameters.
         keep_mode: Whether the best value of `keep` is the smallest or the largest.
         patience: Epochs without a better value of `keep` after which training stops; None never stops early.
         noise: `generator` draws attention noise from torch's generator, for each process from its own. `keyed` makes it a
             function of (seed, step, example, call): the same whatever the number of processes.
         on_nonfinite: What to do when the loss or a gradient is not finite: `stop` with the place named and the state before
-            the step saved, or `skip` the step and count it. Looking costs one wait for the device a step.
-        checkpoint_steps: Optimiser steps between two checkpoints; None does not count steps.
-        checkpoint_seconds: Seconds between two checkpoints; None does not look at the time.
+            the step saved, or `skip` the step and count it. The check costs one wait for the device per step.
+        checkpoint_steps: Optimizer steps between two checkpoints; None does not count steps.
+        checkpoint_seconds: Seconds between two checkpoints; None ignores the time.
     """
 
     epochs: Count = 10
@@ -51,20 +51,20 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.keep == "last":
-            raise ValueError(f"patience is {self.patience!r}; allowed with keep 'last': null")
+            raise ValueError(f"patience must be null with keep 'last', got {self.patience!r}")
 
 
 class Experiment:
-    """What a recipe gives to the loop. Subclasses set the attributes and write the methods that raise here.
+    """The interface of a recipe to the loop. Subclasses set the attributes and implement the methods that raise here.
 
     Attributes:
         model: With its parameters, on the CPU; the loop moves it.
         optimizer: Over the model's parameters.
-        scheduler: Stepped once per optimiser step; optional.
+        scheduler: Stepped once per optimizer step; optional.
         num_examples: Size of the training set.
-        max_steps: Optimiser steps of the whole run, in place of the config's epochs; None counts epochs.
-        is_recordable: Whether `nll` is work for the device alone, nothing in it waits for a result or depends on a number
-            of the batch: on a GPU the loop then records it, once for every shape of batch (`replay.py`).
+        max_steps: Optimizer steps of the whole run, in place of the config's epochs; None counts epochs.
+        is_recordable: Whether `nll` runs on the device alone: nothing in it waits for a result or depends on values of the
+            batch. On a GPU the loop then records it, once per shape of batch (`replay.py`).
     """
 
     model: nn.Module
@@ -75,9 +75,9 @@ class Experiment:
     is_recordable: bool = False
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
-        """Return the indices of each optimiser step of one epoch; shuffled, unless a recipe has a reason.
+        """Return the indices of each optimizer step of one epoch; shuffled, unless a recipe has a reason.
 
-        Random choices come from `generator` alone: a resumed run asks again for the epoch it was in.
+        Random choices come from `generator` alone: a resumed run calls this again for its current epoch.
         """
         return torch.randperm(self.num_examples, generator=generator).split(config.batch_size)
 
@@ -86,11 +86,11 @@ class Experiment:
         raise NotImplementedError
 
     def pad(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch of the same likelihood in one of few shapes: asked for where steps are recorded for every shape."""
+        """Return a batch of the same likelihood in one of few shapes; called where steps are recorded per shape."""
         return batch
 
     def num_labels(self, batch: dict[str, Any]) -> int:
-        """Return how many labels (answers, tokens, nodes) share the likelihood of a batch; by default one an example.
+        """Return how many labels (answers, tokens, nodes) share the likelihood of a batch; by default one per example.
 
         The batch is the one that `collate` returned, still on the CPU.
         """
@@ -120,25 +120,25 @@ class Experiment:
         return len(rows) - 1 - last_best >= config.patience
 
     def extra_state(self) -> dict[str, Any]:
-        """Return a copy of what changes in the experiment itself while it trains; asked for before every step.
+        """Return a copy of the state of the experiment itself while it trains; called before every step.
 
         Plain values and tensors, for checkpoints.
         """
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take back what `extra_state` returned."""
+        """Restore what `extra_state` returned."""
 
     def write_files(self, folder: Path) -> None:
-        """Write what a run needs beside its parameters, a vocabulary for instance; before the run counts as complete."""
+        """Write what a run needs besides its parameters, such as a vocabulary; called before the run counts as complete."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what else `run.json` is to say, as JSON values."""
+        """Return further entries of `run.json`, as JSON values."""
         return {}
 
 
 def num_steps(experiment: Experiment, config: TrainingConfig) -> int:
-    """Return the optimiser steps of the whole run, for learning-rate schedules and progress bars."""
+    """Return the optimizer steps of the whole run, for learning-rate schedules and progress bars."""
     if experiment.max_steps is not None:
         return experiment.max_steps
     return config.epochs * len(experiment.batches(config, torch.Generator().manual_seed(0)))

@@ -1,4 +1,4 @@
-"""What watches over a run: numbers that stop being numbers, and attention or its posterior that collapses."""
+"""Checks during a run: numbers that are not finite, and attention or a posterior that collapses."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from bayesattn_recipes.common.standing import Standing
+from bayesattn_recipes.common.position import Position
 
-# shares at which a warning is due: far outside what any recipe shows when it trains well
+# shares at which to warn: far outside what any recipe shows when it trains well
 KL_SHARE = 1e-3
 ENTROPY_SHARE = 0.01
 
@@ -27,7 +27,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]], forward: Callable[[dict[str, Any]], Any]) -> list[str]:
-    """Say in words where the first numbers come from that are not finite: inputs, parameters, or the output of a layer.
+    """Describe where the first numbers that are not finite come from: inputs, parameters, or the output of a layer.
 
     Args:
         model: Whose gradients are still those of the step that went wrong.
@@ -51,11 +51,11 @@ def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]], forward: Calla
     return found
 
 
-def step_diverged(at: Standing, indices: Int[Tensor, " b"], reasons: Sequence[str], loss: str) -> Diverged:
+def step_diverged(at: Position, indices: Int[Tensor, " b"], reasons: Sequence[str], loss: str) -> Diverged:
     """Return the error of a step that was not finite.
 
     Args:
-        at: Where the run stands.
+        at: Position of the run.
         indices: The examples of the step.
         reasons: What `diagnose` found.
         loss: The loss, and what was saved, in words.
@@ -68,18 +68,18 @@ def step_diverged(at: Standing, indices: Int[Tensor, " b"], reasons: Sequence[st
     )
 
 
-def refuse_nonfinite(measured: Mapping[str, float], at: Standing) -> None:
+def refuse_nonfinite(measured: Mapping[str, float], at: Position) -> None:
     """Raise where a validation measure is not finite.
 
     Args:
         measured: By name.
-        at: Where the run stands.
+        at: Position of the run.
     """
     for name, value in measured.items():
         if not math.isfinite(value):
             raise Diverged(
-                f"{name} is {value} after step {at.step} (epoch {at.epoch}): the last steps have spoilt the parameters. "
-                "A smaller learning rate or clip_norm may help"
+                f"{name} is {value} after step {at.step} (epoch {at.epoch}): the last steps have ruined the parameters. A "
+                "smaller learning rate or clip_norm may help"
             )
 
 
@@ -115,9 +115,9 @@ def detect_collapse(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return, by name, what has collapsed at the last row of a log; empty when nothing has.
 
     - `train_kl`: the KL is below a thousandth of the largest so far. The posterior has become the prior, and the attention
-      weights no longer say anything about the input.
+      weights no longer depend on the input.
     - `attention_entropy`: the entropy of the mean attention weights, as a share of the largest possible, is below 0.01 and
-      was above 0.1: every query looks at one key, and the noise hardly changes the weights.
+      was above 0.1: every query attends to one key, and the noise hardly changes the weights.
 
     Args:
         rows: The log so far.

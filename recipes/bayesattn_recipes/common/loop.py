@@ -1,7 +1,7 @@
 """One training path for all recipes, on Hugging Face Accelerate: the same config runs on a CPU, a GPU or many processes.
 
-A recipe says what is special to it by an `Experiment`: model, optimiser, how indices become a batch, the likelihood of a
-batch, what to measure in between. The loop does the rest. The loss of one optimiser step is the negative ELBO per label,
+An `Experiment` is the part that is specific to a recipe: model, optimizer, how indices become a batch, the likelihood of a
+batch, what to validate. The loop does the rest. The loss of one optimizer step is the negative ELBO per label,
 
     loss = (Σ NLL + λ_t Σ KL) / labels                                                              (Eq. 5)
 
@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from bayesattn.kl import EntropyScope, observe_entropy, record_kl
+from bayesattn.entropy import EntropyScope, observe_entropy
+from bayesattn.kl import record_kl
 from bayesattn.noise.keyed import example_seeds, keyed_noise
 from bayesattn.objective import elbo
 from bayesattn_recipes.common import guards as guards
@@ -28,9 +29,9 @@ from bayesattn_recipes.common.checkpoints import Checkpoints
 from bayesattn_recipes.common.config import MetricLog, seed_everything, shown
 from bayesattn_recipes.common.experiment import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.common.interrupts import Interrupted, watch_signals
+from bayesattn_recipes.common.position import SUMS, Position, move
 from bayesattn_recipes.common.processes import Processes, process_seed, share
 from bayesattn_recipes.common.replay import RecordedSteps
-from bayesattn_recipes.common.standing import SUMS, Standing, move
 from bayesattn_recipes.common.state import Generators, flatten, random_state, set_random_state, whole
 
 
@@ -43,16 +44,16 @@ def train(
     on_row: Callable[[dict[str, Any]], Any] = lambda row: None,
     checkpoints: Checkpoints | None = None,
 ) -> MetricLog:
-    """Train `experiment.model` in place and return the log, one row an epoch.
+    """Train `experiment.model` in place and return the log, one row per epoch.
 
     Args:
         experiment: What to train.
         config: How.
         seed: Of the batch order; model, dropout and noise are seeded by the caller (`seed_everything`).
-        on_progress: Called after every optimiser step with the steps done and the steps of the whole run.
+        on_progress: Called after every optimizer step with the steps done and the steps of the whole run.
         on_row: Called with every new row of the log.
-        checkpoints: Where to keep the state. If it holds one, training goes on from there, and the rest is what it would
-            have been without the interruption: on a CPU bit for bit. Ctrl-C and SIGTERM save before they end the run.
+        checkpoints: Where to keep the state. If it holds one, training continues from there, with the same result as without
+            the interruption: on a CPU bit for bit. Ctrl-C and SIGTERM save before they end the run.
     """
     with _recording(_Loop(experiment, config, seed, on_progress, on_row, checkpoints)) as loop:
         return loop.run()
@@ -62,7 +63,7 @@ def train(
 def training_step(
     experiment: Experiment, config: TrainingConfig, *, seed: int
 ) -> Iterator[Callable[[Int[Tensor, " b"]], None]]:
-    """Give what makes one optimiser step of `train` on the examples it is called with, for those who time it."""
+    """Return a function that makes one optimizer step of `train` on given examples, for benchmarks."""
     with _recording(_Loop(experiment, config, seed, lambda done, total: None, lambda row: None, None)) as loop:
         loop.model.train()
         yield loop.advance
@@ -79,7 +80,7 @@ def _recording(loop: "_Loop") -> Iterator["_Loop"]:
 
 
 class _Loop:
-    """What `train` is made of."""
+    """The parts of `train`."""
 
     def __init__(self, experiment, config, seed, on_progress, on_row, checkpoints) -> None:
         self.experiment: Experiment = experiment
@@ -92,10 +93,10 @@ class _Loop:
         self.rank, self.world = self.processes.rank, self.processes.world
         self.model, self.optimizer = self.accelerator.prepare(experiment.model, experiment.optimizer)
         self.total = num_steps(experiment, config)
-        self.at = Standing()
+        self.at = Position()
         self.generators, self.extra = random_state(), experiment.extra_state()
         if self.rank > 0:
-            # the same model everywhere, but dropout and noise of its own in every process
+            # the same model in every process, but its own dropout and noise
             seed_everything(process_seed(seed, self.rank))
         self.recorded = RecordedSteps(self._run_recorded, list(self.model.parameters())) if self._can_record() else None
 
@@ -107,7 +108,7 @@ class _Loop:
         with watch_signals() if self.checkpoints is not None else nullcontext([]) as signals:
             while not self._is_done():
                 self.model.train()
-                # a generator an epoch: the order of epoch 7 does not depend on how the first six went
+                # one generator per epoch: the order of epoch 7 does not depend on the first six
                 order = torch.Generator().manual_seed(self.seed * 1_000_003 + self.at.epoch)
                 batches = self.experiment.batches(self.config, order)
                 if generators is not None:
@@ -146,7 +147,7 @@ class _Loop:
         return by_steps or (seconds is not None and time.monotonic() - self.saved_at >= seconds)
 
     def _can_record(self) -> bool:
-        """Whether steps are recorded: one process with a GPU, one part a step, noise that a recording can draw."""
+        """Whether steps are recorded: one process with a GPU, one micro-batch per step, noise that a recording can draw."""
         is_alone = self.world == 1 and self.config.accumulation_steps == 1
         return self.experiment.is_recordable and self.device.type == "cuda" and is_alone and self.config.noise == "generator"
 
@@ -158,7 +159,7 @@ class _Loop:
         return loss.detach(), nll.detach(), kl.detach()
 
     def advance(self, indices: Int[Tensor, " b"]) -> None:
-        """Make one optimiser step on the examples `indices`, of which this process takes its share."""
+        """Make one optimizer step on the examples `indices`, of which this process takes its share."""
         with nullcontext() if self.recorded is None else self.recorded.on_stream():
             self._step(indices)
         self.at.step += 1
@@ -166,7 +167,7 @@ class _Loop:
 
     def _step(self, indices: Int[Tensor, " b"]) -> None:
         parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
-        # where a share is empty, the step's first example stands in
+        # where a share is empty, the step's first example takes its place
         batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
         counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
         batches = [self._place(batch) for batch in batches]
@@ -175,7 +176,7 @@ class _Loop:
         loss = torch.zeros((), device=self.device)
         for index, (part, batch) in enumerate(zip(parts, batches)):
             # DDP averages over processes: times their number, the average is the sum. A process without an example takes
-            # part in every exchange, and adds nothing
+            # part in every exchange, with zeros
             has_examples = float(len(part) > 0)
             is_last = index == len(parts) - 1
             sync = nullcontext() if is_last else self.accelerator.no_sync(self.model)
@@ -226,7 +227,7 @@ class _Loop:
         return nll, scope.total(), entropy
 
     def _is_finite(self, loss: Tensor) -> bool:
-        """Clip the gradient, and say whether it and the loss are finite in all processes."""
+        """Clip the gradient, and return whether it and the loss are finite in all processes."""
         if self.config.clip_norm is not None:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
             assert norm is not None
@@ -238,7 +239,7 @@ class _Loop:
     def _stop(
         self, indices: Int[Tensor, " b"], parts: Sequence[Int[Tensor, " part"]], batches: list[dict[str, Any]], loss: float
     ) -> None:
-        """Save the state before the step, find out what went wrong in it, and raise."""
+        """Save the state before the step, diagnose the failure, and raise."""
         saved = ""
         if self.checkpoints is not None:
             self._save()
@@ -272,7 +273,9 @@ class _Loop:
         with torch.no_grad(), self._autocast():
             measured = self.experiment.validate(self.model)
         if not self.at.sums["labels"]:
-            raise guards.Diverged(f"every step of epoch {self.at.epoch} was skipped: no loss and gradient in it was finite")
+            raise guards.Diverged(
+                f"every step of epoch {self.at.epoch} was skipped, because none had a finite loss and gradient"
+            )
         guards.refuse_nonfinite(measured, self.at)
         sums = {name: float(self.processes.sum(torch.as_tensor(self.at.sums[name]))) for name in SUMS}
         sums |= {name: self.at.sums[name] for name in ("labels", "examples")}
@@ -288,7 +291,7 @@ class _Loop:
         }
         if self.config.keep not in ("last", *measured):
             known = ", ".join(map(repr, ("last", *measured)))
-            raise ValueError(f"training.keep is {shown(self.config.keep)}; allowed: {known}")
+            raise ValueError(f"training.keep must be one of {known}, got {shown(self.config.keep)}")
         best_row = next((row for row in reversed(self.at.rows) if row["is_best"]), None)
         row["is_best"] = self.experiment.is_better(row, best_row, self.config)
         if row["is_best"] and self.config.keep != "last":
@@ -300,11 +303,11 @@ class _Loop:
             if name not in known and self.rank == 0:
                 warnings.warn(f"after epoch {self.at.epoch}: {text}", UserWarning, stacklevel=2)
         self.at.epoch += 1
-        self.at.batch, self.at.sums = 0, Standing().sums
+        self.at.batch, self.at.sums = 0, Position().sums
         self.on_row(row)
 
     def _save(self) -> None:
-        """Write a checkpoint; every process takes part, the first one writes. The random generators stay where they are."""
+        """Write a checkpoint; every process takes part, the first one writes. The random generators do not advance."""
         assert self.checkpoints is not None
         state = self.at.pack(self.experiment, self.processes, self.generators, self.extra)
         flat = flatten({"identity": self.checkpoints.identity, "state": state})
@@ -314,9 +317,9 @@ class _Loop:
         self.saved_at, self.saved_step = time.monotonic(), self.at.step
 
     def _load(self) -> Generators | None:
-        """Go to where the newest checkpoint stands; returns the states of this process' random generators."""
+        """Restore the newest checkpoint; return the states of this process' random generators."""
         state = None if self.checkpoints is None else self.checkpoints.load()
         if state is None:
             return None
-        self.at, generators = Standing.unpack(state, self.experiment, self.processes, self.seed)
+        self.at, generators = Position.unpack(state, self.experiment, self.processes, self.seed)
         return generators

@@ -1,4 +1,4 @@
-"""One way to predict a run: which methods it has, and the loop over its test sets behind every `predict_run`."""
+"""Predictions of a run: its methods, and the loop over its test sets behind every `predict_run`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,23 +25,23 @@ def drawing_methods(*, is_stochastic: bool, drops: bool, together_first: bool = 
     return ["mean", *both, "attention"] if together_first else ["mean", "attention", *both]
 
 
-def usual_method(allowed: Sequence[str], given: str | None = None) -> str:
-    """Return the method that was asked for, or the usual one; `mean` where nothing can be drawn.
+def usual_method(methods: Sequence[str], given: str | None = None) -> str:
+    """Return the requested method, or the usual one; `mean` where nothing can be drawn.
 
     Args:
-        allowed: From `drawing_methods`.
-        given: What was asked for.
+        methods: From `drawing_methods`.
+        given: The requested method.
     """
     if given is None:
-        return allowed[:2][-1]
-    if given not in allowed:
-        raise ValueError(f"method is {given!r}; allowed for this run: {', '.join(allowed)}")
+        return methods[:2][-1]
+    if given not in methods:
+        raise ValueError(f"method must be one of {', '.join(methods)} for this run, got {given!r}")
     return given
 
 
 @runtime_checkable
 class RunPredictor(Protocol):
-    """A run that is to be predicted, as its recipe sees it."""
+    """The interface of a recipe for predictions of a run."""
 
     @property
     def variant(self) -> str:
@@ -62,7 +62,7 @@ class RunPredictor(Protocol):
         ...
 
     def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
-        """Put the predictions together."""
+        """Combine the predictions."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run share out, and what they add up. A lone process sends nothing anywhere."""
+"""How the processes of a run share work and add up results. A single process communicates with none."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ class Processes:
     """The processes of a run.
 
     Attributes:
-        accelerator: Hugging Face Accelerate's, which finds out how this process was started.
+        accelerator: Hugging Face Accelerate's, which detects how this process was started.
         rank: Number of this process.
         world: How many there are.
         device: Of this process.
     """
 
     def __init__(self) -> None:
-        # precision is the config's business, not the launcher's: the loop opens the autocast
+        # the config decides the precision, not the launcher: the loop opens the autocast
         self.accelerator = Accelerator(mixed_precision="no")
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device
@@ -34,7 +34,7 @@ class Processes:
         return total
 
     def agree(self, first: bool, second: bool) -> tuple[bool, bool]:
-        """Return for each of two wishes whether any process has it."""
+        """Return for each of two flags whether any process has set it."""
         if self.world == 1:
             return first, second
         firsts, seconds = self.sum(torch.tensor([first, second], dtype=torch.int64)).tolist()
@@ -42,7 +42,7 @@ class Processes:
 
 
 def share(indices: Int[Tensor, " b"], rank: int, world: int, accumulation_steps: int) -> Sequence[Int[Tensor, " part"]]:
-    """Return the micro-batches of one process: as many for every process, some of them empty where examples are few."""
+    """Return the micro-batches of one process: every process has equally many, some of them empty where examples are few."""
     largest = -(-len(indices) // world)
     return indices[rank::world].tensor_split(min(accumulation_steps, largest))
 

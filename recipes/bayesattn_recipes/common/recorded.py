@@ -1,6 +1,6 @@
-"""Forward and backward pass of a module, recorded as CUDA graphs: what costs launches costs none any more.
+"""Forward and backward pass of a module, recorded as CUDA graphs, which saves the launches.
 
-A decoder's loop is some forty small kernels a step; on a GPU their launches cost more than their work.
+A decoder's loop is some forty small kernels per step; on a GPU their launches cost more than their work.
 """
 
 import warnings
@@ -14,12 +14,12 @@ class Recordings:
     """A module's calls, recorded on the first one with given shapes and replayed on every later one.
 
     The recordings share their memory, which is then that of the largest one: the backward pass of a call has to come before
-    the next call, as it does in training. Nor may, at the first call, an earlier result that was computed from the same
-    parameters without a recording still be waiting for its backward pass: CUDA refuses to record across streams.
+    the next call, as it does in training. And at the first call, no earlier result of the same parameters, computed without
+    a recording, may still need its backward pass: CUDA refuses to record across streams.
 
     Args:
         build: Returns the module for inputs of these names, in this order: positional tensors in, a tuple of tensors out.
-            Its parameters may change between calls, their place in memory may not.
+            Its parameters may change between calls, but not their addresses.
     """
 
     def __init__(self, build: Callable[[tuple[str, ...]], nn.Module]) -> None:
@@ -28,7 +28,7 @@ class Recordings:
         self._pool: tuple[int, int] | None = None
 
     def __call__(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return what the module returns for these inputs, which are on a GPU."""
+        """Return the module's output for these inputs, which are on a GPU."""
         facts = ((name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in inputs.items())
         key = (torch.is_grad_enabled(), *facts)
         if key not in self._recorded:
@@ -46,6 +46,6 @@ class Recordings:
         ):
             # the warm-up in front of a recording runs on a stream of its own
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            # a module may hold parameters that are not used in it; one warm-up loads every kernel
+            # a module may hold unused parameters; one warm-up loads every kernel
             options = {"num_warmup_iters": 1, "allow_unused_input": True, "pool": self._pool}
             return torch.cuda.make_graphed_callables(module, samples, **options)  # type: ignore[return-value]  (what went in, graphed)

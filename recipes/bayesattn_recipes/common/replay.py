@@ -1,8 +1,8 @@
 """Training steps whose forward and backward pass are recorded as CUDA graphs, one for every shape of batch.
 
 A step of a small model is a thousand kernels that each take less time than their launch; a replay launches them at once.
-Recorded are the likelihood, the KL, the loss and the gradients. Whatever looks at numbers stays outside: clipping, the
-check for finite numbers, the optimiser.
+The likelihood, the KL, the loss and the gradients are recorded. Clipping, the check for finite numbers and the optimizer are
+not, because they depend on values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ Run = Callable[[dict[str, Any], Tensor], Outputs]
 
 
 def is_recordable(model: nn.Module) -> bool:
-    """Whether attention leaves nothing behind but tensors: a rival may keep what it chose for the loss to judge it."""
+    """Whether attention keeps nothing but tensors: a rival may store its choices for the loss."""
     return not any(isinstance(module, RivalAttention) for module in model.modules())
 
 
@@ -35,15 +35,15 @@ class Recording(NamedTuple):
 
 
 class RecordedSteps:
-    """Runs training steps: a shape's first one as it is, which loads its kernels; its second is recorded, then replayed.
+    """Runs training steps: of each shape the first is eager and loads its kernels, the second is recorded and replayed.
 
-    All steps run on a stream of their own, also those that are not recorded: autograd accumulates a gradient on the stream
-    that first asked for it, and a recording cannot wait for the default one. The recordings share a memory pool and one set
+    All steps run on a separate stream, even those that are not recorded: autograd accumulates a gradient on the stream that
+    used it first, and a recording cannot wait for the default one. The recordings share a memory pool and one set
     of gradients, so outputs have to be read, and gradients used, before the next step.
 
     Args:
         run: Forward and backward pass; returns tensors without a graph.
-        parameters: Whose gradients the step leaves behind.
+        parameters: Parameters whose gradients the step computes.
     """
 
     def __init__(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
@@ -55,7 +55,7 @@ class RecordedSteps:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run a whole step, its optimiser included, on the own stream: after the work before it, and before what follows."""
+        """Run a whole step, its optimizer included, on the separate stream, in order with the work before and after it."""
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         try:
@@ -85,7 +85,7 @@ class RecordedSteps:
         return recording.outputs
 
     def close(self) -> None:
-        """Forget the recordings: their memory serves nothing else, so a process that trains again would pile it up."""
+        """Free the recordings, whose memory cannot be used otherwise."""
         self._recordings.clear()
         self._gradients.clear()
         torch.cuda.empty_cache()

@@ -29,6 +29,7 @@ from bayesattn.evaluation.runs import (
     write_run,
     write_tensors,
 )
+from bayesattn.scalars import check_count
 from bayesattn_recipes.common.checkpoints import Checkpoints, check_identity, leaves
 from bayesattn_recipes.common.config import MetricLog, build_config, seed_everything
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
@@ -38,7 +39,7 @@ from bayesattn_recipes.common.tensorboard import TensorBoardLog
 
 @runtime_checkable
 class RunConfig(Protocol):
-    """What the config of every recipe has; recipes add their own fields. Always a frozen dataclass."""
+    """The fields that every recipe's config has; recipes add their own. Always a frozen dataclass."""
 
     @property
     def attention(self) -> AttentionConfig:
@@ -52,12 +53,12 @@ class RunConfig(Protocol):
 
     @property
     def seed(self) -> int:
-        """Seed of initialisation, batch order, dropout and noise."""
+        """Seed of initialization, batch order, dropout and noise."""
         ...
 
 
 Config = TypeVar("Config")
-# of torch's errors about memory that the CPU does not have, or cannot have
+# parts of torch's errors about too little CPU memory
 _TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")
 
 
@@ -77,16 +78,16 @@ def train_run(
     Args:
         recipe: Its name.
         config: The run.
-        build: Makes the experiment, after everything has been seeded; what it raises leaves no folder behind.
+        build: Makes the experiment, after everything has been seeded; if it raises, no folder is left behind.
         out: The folder.
-        on_progress: Called with the optimiser steps done and to do.
+        on_progress: Called with the optimizer steps done and to do.
         overwrite: Replace a run that is in the folder.
-        resume: Go on with the unfinished run in the folder: the result is what it would have been without interruption.
+        resume: Continue the unfinished run in the folder, with the same result as without the interruption.
             Without a checkpoint in the folder the run begins; a complete one is left as it is.
         tensorboard: Also write the log as TensorBoard events.
     """
     if resume and overwrite:
-        raise ValueError("resume and overwrite are both True; allowed: one of them")
+        raise ValueError("resume and overwrite are both True. Use one of them")
     identity: dict[str, Any] = {"recipe": recipe, "config": dataclasses.asdict(config)}  # type: ignore[call-overload]
     if resume and (out / RUN_FILE).exists():
         return _read_complete(out, identity)
@@ -96,7 +97,7 @@ def train_run(
     seed_everything(config.seed)
     experiment = _build(build, identity)
     size = {"num_examples": experiment.num_examples, "num_steps": num_steps(experiment, config.training)}
-    # not PartialState, which on a CPU does not look for the other processes, and keeps Accelerator from doing so
+    # not PartialState, which on a CPU does not detect other processes, and keeps Accelerator from detecting them
     processes = Accelerator(mixed_precision="no")
     with hold_run_folder(out) if processes.is_main_process else nullcontext():
         if processes.is_main_process and not resume:
@@ -136,18 +137,18 @@ def fit(
 
 
 def _build(build: Callable[[], Experiment], identity: dict[str, Any]) -> Experiment:
-    """Make the experiment; a config that asks for more memory than there is is an error of its own."""
+    """Make the experiment; a config that needs more memory than there is gets an error of its own."""
     try:
         return build()
     except RuntimeError as error:
-        # torch has a class of its own for a GPU only
+        # torch has a class for this error on a GPU only
         if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _TOO_LARGE):
             raise
         sizes = {name: value for name, value in leaves(identity) if type(value) is int and not name.endswith("seed")}
         largest = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
-            f"the model of this config does not fit into memory; its largest number is {largest.removeprefix('config.')} = "
-            f"{sizes[largest]}; allowed: less"
+            "the model of this config does not fit into memory. Reduce its sizes; the largest is "
+            f"{largest.removeprefix('config.')} = {sizes[largest]}"
         ) from None
 
 
@@ -163,7 +164,7 @@ def _read_complete(out: Path, identity: dict[str, Any]) -> MetricLog:
 
 
 def write_record(out: Path, recipe: str, config: RunConfig, model: nn.Module, log: MetricLog, **facts: Any) -> None:
-    """Write `run.json` of a trained model; `facts` are what else it is to say."""
+    """Write `run.json` of a trained model; `facts` are further entries."""
     write_run(
         out,
         recipe=recipe,
@@ -196,7 +197,7 @@ class TrainRun(Protocol):
 
 
 def make_train_run(recipe: str, build: Callable[[Any, Path | None], Experiment]) -> TrainRun:
-    """Return the `train_run` of a recipe, with every option that a run has.
+    """Return the `train_run` of a recipe, with all options of a run.
 
     Args:
         recipe: Its name.
@@ -223,7 +224,7 @@ def load_run_config(folder: Path, cls: type[Config], recipe: str) -> Config:
     """Read the config of a run of `recipe`."""
     run = read_run(folder)
     if run["recipe"] != recipe:
-        raise RunError(f"{folder} is a run of recipe {run['recipe']!r}; allowed here: {recipe!r}")
+        raise RunError(f"{folder} must be a run of recipe {recipe!r}, got one of {run['recipe']!r}")
     return build_config(cls, run["config"], str(folder / RUN_FILE))
 
 
@@ -247,22 +248,21 @@ def read_log(folder: Path) -> MetricLog:
     except (ValueError, RecursionError) as error:
         raise RunError(f"{folder / LOG_FILE} cannot be read as JSON lines: {error}") from None
     if not log.rows or not all(isinstance(row, dict) for row in log.rows):
-        raise RunError(f"{folder / LOG_FILE} is no log: allowed are lines with a JSON object each, at least one")
+        raise RunError(f"{folder / LOG_FILE} must hold one JSON object per line, at least one")
     return log
 
 
 def choose_methods(given: Sequence[str] | None, allowed: Sequence[str], num_samples: int, variant: str) -> list[str]:
-    """Return how the predictions of a run are to be drawn; None takes the first two ways.
+    """Return the methods by which predictions of a run are drawn; None takes the first two.
 
     Args:
-        given: What was asked for.
-        allowed: What the model can do, the usual ways first.
+        given: The requested methods.
+        allowed: Methods of the model, the usual ones first.
         num_samples: Draws, at least 2.
-        variant: What the methods are of, for the message.
+        variant: Variant of the model, for the message.
     """
     for method in given or ():
         if method not in allowed:
-            raise ValueError(f"method is {method!r}; allowed for {variant}: {', '.join(allowed)}")
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+            raise ValueError(f"method must be one of {', '.join(allowed)} for {variant}, got {method!r}")
+    check_count("num_samples", num_samples, least=2)
     return list(allowed[:2]) if given is None else list(dict.fromkeys(given))

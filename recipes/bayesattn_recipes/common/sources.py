@@ -1,4 +1,4 @@
-"""Where the data sets come from and which files of them a recipe reads: said when one is missing."""
+"""Where the data sets come from and which files a recipe reads, for the error when one is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +20,14 @@ class Source:
 
     def __str__(self) -> str:
         files = ", ".join(f"DATA/{name}" for name in self.files)
-        return f"get it from {self.origin} and lay it out as {files} (DATA is the folder given by --data)"
+        return f"Get it from {self.origin} and lay it out as {files} (DATA is the folder given by --data)"
 
 
 _KIMIYOUNG = "https://github.com/kimiyoung/planetoid (folder data)"
 _PLANETOID = ("x", "y", "allx", "ally", "tx", "ty", "graph", "test.index")
 _COCO_SPLITS = ("train2014", "val2014")
 _YANDEX = "https://github.com/yandex-research/heterophilous-graphs (folder data)"
-_GRID = (
-    "its grid features are one's own to compute, in the format of `load_grid_features` in bayesattn_recipes.vision.features"
-)
+_GRID = "compute its grid features yourself, in the format of `load_grid_features` in bayesattn_recipes.vision.features"
 
 SOURCES: dict[str, Source] = {
     **{
@@ -101,4 +99,4 @@ def explained(name: str, data: Path | None) -> Iterator[None]:
         source = SOURCES[name]
         if data is not None and all(any(data.glob(pattern)) for pattern in source.files):
             raise
-        raise ValueError(f"{error}; {source}") from None
+        raise ValueError(f"{error}. {source}") from None

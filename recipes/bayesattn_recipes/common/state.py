@@ -1,8 +1,8 @@
 """The state of a training run as tensors and JSON, exactly and without pickle: one safetensors file with its checksum.
 
-A state is a tree of dictionaries, lists, tuples, numbers, strings and tensors, as `state_dict()` of optimisers and
-schedulers returns them. `flatten` takes the tensors out of the tree and leaves JSON; `restore` puts them back. Every
-float returns as the same float, every tensor as the same bits.
+A state is a tree of dictionaries, lists, tuples, numbers, strings and tensors, as `state_dict()` of optimizers and
+schedulers returns them. `flatten` takes the tensors out of the tree and leaves JSON; `restore` puts them back. Every float
+and every tensor is restored bit for bit.
 """
 
 import hashlib
@@ -49,15 +49,15 @@ def flatten(value: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
             kind = "$counter" if isinstance(value, Counter) else "$dict"
             return {kind: [[key, visit(item, f"{path}/{key}")] for key, item in value.items()]}
         raise ValueError(
-            f"{path} is a {type(value).__name__}; allowed in the state of a run: numbers, strings, tensors, lists, tuples "
-            "and dictionaries of them"
+            f"{path} is a {type(value).__name__}. The state of a run may hold only numbers, strings, tensors, and lists, "
+            "tuples and dictionaries of them"
         )
 
     return visit(value, path), tensors
 
 
 def restore(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the tree that `flatten` took apart."""
+    """Return the tree that `flatten` flattened."""
     if isinstance(value, list):
         return [restore(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -72,7 +72,7 @@ def restore(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind in ("$dict", "$counter"):
         pairs = {key: restore(item, tensors) for key, item in content}
         return Counter(pairs) if kind == "$counter" else pairs
-    raise ValueError(f"{kind!r} is no kind of value")
+    raise ValueError(f"{kind!r} is not a known kind of value")
 
 
 def write_state(path: Path, flat: tuple[Any, dict[str, Tensor]]) -> None:
@@ -92,7 +92,7 @@ def read_state(path: Path) -> Any:
     if meta.get("schema") != STATE_SCHEMA or not {"state", "sha256"} <= meta.keys():
         raise RunError(f"{path} is not a state of a run: its metadata has no schema {STATE_SCHEMA!r}")
     if _digest(meta["state"], tensors) != meta["sha256"]:
-        raise RunError(f"{path} is damaged: its checksum does not fit its content")
+        raise RunError(f"{path} is damaged: its checksum does not match its content")
     try:
         return restore(json.loads(meta["state"]), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -108,7 +108,7 @@ def _digest(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 class Generators(NamedTuple):
-    """Where the generators of Python, numpy and torch stand in this process, as they give it."""
+    """The states of the generators of Python, numpy and torch in this process."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -136,13 +136,13 @@ class Generators(NamedTuple):
 
 
 def random_state() -> Generators:
-    """Return where all generators stand; cheap enough for every step."""
+    """Return the states of all generators; cheap enough for every step."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return Generators(random.getstate(), tuple(np.random.get_state(legacy=True)), torch.get_rng_state(), cuda)
 
 
 def set_random_state(state: Generators) -> None:
-    """Put all generators back to where they stood."""
+    """Restore the states of all generators."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)
     torch.set_rng_state(state.torch)
@@ -151,12 +151,12 @@ def set_random_state(state: Generators) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a tensor put together where it is sharded; then every process has to call it."""
+    """Return the whole tensor where it is sharded; then every process has to call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(value: Any, target: Any) -> Any:
-    """Return `value`, cut up as `target` is where that is sharded over processes."""
+    """Return `value`, sharded like `target` where that is sharded over processes."""
     if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
         return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
     return value
@@ -169,7 +169,7 @@ def load_model(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimiser's state; what belongs to a sharded parameter is cut up as the parameter is."""
+    """Load an optimizer's state; the state of a sharded parameter is sharded like the parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     per_parameter = {
         index: {name: like(value, parameters[index]) if _has_shape_of(value, parameters[index]) else value

@@ -1,7 +1,7 @@
 """Tables of experiments: mean ± 95 % interval over seeds, paired differences to a baseline, the paper's number beside ours.
 
 A cell of an experiment is one finished run: what identifies it (data set, variant, seed) and its measures. Cells are kept as
-one JSON file each, so an interrupted experiment goes on where it stopped.
+one JSON file each, so an interrupted experiment continues where it stopped.
 """
 
 import itertools
@@ -45,16 +45,26 @@ def paired(ours: dict[int, float], baseline: dict[int, float]) -> Paired:
     """
     missing = sorted(ours.keys() - baseline.keys())
     if missing:
-        raise ValueError(f"baseline lacks seeds {missing}; allowed: every seed of ours")
+        raise ValueError(f"the baseline must have every seed of ours, but lacks {missing}")
     differences = [ours[seed] - baseline[seed] for seed in sorted(ours)]
     if len(differences) < 2:
         return Paired(over_runs(differences), None)
     size = max(map(abs, differences))
     if max(differences) - min(differences) <= 1e-12 * size:
-        # no spread to test against but rounding: equal everywhere, or by the same amount everywhere
+        # no spread but rounding: all differences are equal
         return Paired(over_runs(differences), 1.0 if size == 0.0 else 0.0)
     p_value = float(stats.ttest_1samp(differences, 0.0)[1])  # type: ignore[arg-type]
     return Paired(over_runs(differences), p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values after Holm's correction, in their order."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
 
 
 def show(summary: Summary, scale: float = 1.0, digits: int = 2) -> str:
@@ -81,10 +91,10 @@ class Column:
     """A column of a table.
 
     Attributes:
-        heading: What stands above it.
+        heading: Its heading.
         measure: Key of a run's measures, or how the number is read from them; None where a run has none.
         scale: Factor of what is shown.
-        digits: Behind the point.
+        digits: Decimal places.
     """
 
     heading: str
@@ -141,7 +151,7 @@ def mean_table(
         first: Heading of the variants.
         label: What the table calls a variant.
         has_seeds: Whether the second column counts the runs.
-        more: Further columns, by heading: what stands there for a variant.
+        more: Further columns, by heading: the content for a variant.
         sharing: Variants whose runs are not independent, and have no interval.
     """
     further = more or {}
@@ -172,7 +182,7 @@ def difference_table(
         first: Heading of the variants.
         label: What the table calls a variant.
         baseline: The variant that all others are compared with.
-        variants: Those; None takes all others.
+        variants: The variants to compare; None takes all others.
         sharing: Variants whose runs are not independent, and have neither interval nor test.
     """
     others = [variant for variant in cells if variant != baseline and (variants is None or variant in variants)]
@@ -196,7 +206,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def choose(
     what: str, given: Sequence[str] | None, allowed: Sequence[Name], default: Sequence[Name] | None = None
 ) -> list[Name]:
-    """Return the names that were asked for, in the order of `allowed`; None takes the default, or all.
+    """Return the requested names, in the order of `allowed`; None takes the default, or all.
 
     A variant may be called by either of its names: `wc` or `BAM-WC`.
 
@@ -208,7 +218,7 @@ def choose(
     known = {_plain(name): name for name in allowed}
     for name in given:
         if _plain(name) not in known:
-            raise ValueError(f"{what} has {name!r}; allowed: {', '.join(allowed)}")
+            raise ValueError(f"{what} must be among {', '.join(allowed)}, got {name!r}")
     wanted = {known[_plain(name)] for name in given}
     return [name for name in allowed if name in wanted]
 
@@ -245,7 +255,7 @@ def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Return the measures of a finished run, or None if it has not been run.
 
     Raises:
-        RunError: The file is broken, or of a run with other settings: mixing the two would make a table of neither.
+        RunError: The file is broken, or of a run with other settings: the two must not be mixed in a table.
     """
     if not path.exists():
         return None
@@ -253,9 +263,9 @@ def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         cell = json.loads(path.read_text(encoding="utf-8"))
         found, measures = cell["identity"], cell["measures"]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is not a finished run of an experiment: {error}; remove it to run it again") from None
+        raise RunError(f"{path} is not a finished run of an experiment: {error}. Remove it to run it again") from None
     found, expected = comparable(found), comparable(json.loads(json.dumps(identity)))
     if found != expected:
         changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise RunError(f"{path} was run with other settings ({', '.join(changed)}); choose another folder or remove it")
+        raise RunError(f"{path} was run with other settings ({', '.join(changed)}). Choose another folder or remove it")
     return measures

@@ -1,4 +1,4 @@
-"""The log of a run as TensorBoard events; the package tensorboard is imported only where they are asked for."""
+"""The log of a run as TensorBoard events; the package tensorboard is imported only where they are requested."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from bayesattn.evaluation.runs import TENSORBOARD_FOLDER
 
 
 class TensorBoardLog:
-    """Writes every number of every row against the optimiser step.
+    """Writes every number of every row against the optimizer step.
 
     Args:
         run: The run folder; the events go to `tensorboard` in it.
@@ -20,7 +20,7 @@ class TensorBoardLog:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError("tensorboard is not installed; install it with: pip install tensorboard") from None
+            raise ValueError("tensorboard is not installed. Install it with: pip install tensorboard") from None
         self._open = SummaryWriter
         self._folder = run / TENSORBOARD_FOLDER
         self._writer: Any = None

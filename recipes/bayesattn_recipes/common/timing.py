@@ -10,7 +10,7 @@ from bayesattn.kl import record_kl
 from bayesattn.objective import elbo
 
 CLIP_NORM = 1.0
-# neither changes what a step costs
+# neither changes the cost of a step
 KL_WEIGHT = 0.01
 LEARNING_RATE = 1e-4
 
@@ -24,7 +24,7 @@ def whole_step(
     autocast: bool = False,
     capturable: bool = False,
 ) -> Callable[[], None]:
-    """Return a call that makes one optimizer step; nothing in it waits for the device.
+    """Return a call that makes one optimizer step; it never waits for the device.
 
     Args:
         model: In training mode, on its device.

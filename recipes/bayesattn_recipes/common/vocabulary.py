@@ -10,13 +10,15 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-# stands for every word that is not known
+from bayesattn.scalars import check_count
+
+# stands for every unknown word
 UNKNOWN = 1
 
 
 @dataclass(frozen=True)
 class WordVocabulary:
-    """Words; the place of a word is its number. The first two are no words: they are `reserved`, the second is `UNKNOWN`.
+    """Words; the place of a word is its number. The first two are `reserved`, of which the second is `UNKNOWN`.
 
     Args:
         words: All of them, each once.
@@ -28,10 +30,10 @@ class WordVocabulary:
 
     def __post_init__(self) -> None:
         if self.words[:2] != self.reserved:
-            raise ValueError(f"words begins with {self.words[:2]!r}; allowed: {self.reserved!r}")
+            raise ValueError(f"words must begin with {self.reserved!r}, got {self.words[:2]!r}")
         if len(self.word_index) != len(self.words):
             twice = [word for word, count in Counter(self.words).items() if count > 1]
-            raise ValueError(f"words holds {twice[:3]} more than once; allowed: each word once")
+            raise ValueError(f"words must hold each word once, got {twice[:3]} more than once")
 
     def __len__(self) -> int:
         return len(self.words)
@@ -48,8 +50,7 @@ class WordVocabulary:
 
 def frequent(words: Iterable[str], min_count: int) -> list[str]:
     """Return the words that occur at least `min_count` times, the most frequent first, ties in alphabetical order."""
-    if min_count < 1:
-        raise ValueError(f"min_count is {min_count!r}; allowed: an integer of at least 1")
+    check_count("min_count", min_count)
     ordered = sorted(Counter(words).items(), key=lambda item: (-item[1], item[0]))
     return [word for word, count in ordered if count >= min_count]
 

@@ -15,20 +15,22 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
+from bayesattn.scalars import check_not_negative
+
 CLASS_NAMES = [str(digit) for digit in range(10)]
 VALIDATION_SIZE = 300
 TEST_SIZE = 600
-# one split for every seed and variant: runs differ in initialisation, batch order and noise, never in their data
+# one split for every seed and variant: runs differ in initialization, batch order and noise, never in their data
 SPLIT_SEED = 20200
 
-# name: how the test images are changed; noise comes on top, at the strengths the caller asks for
+# name: how the test images are changed; noise comes on top, at the requested strengths
 SHIFTS = ("rotated", "moved", "blurred")
 OUT_OF_DISTRIBUTION = "scrambled"
 
 
 @dataclass(frozen=True)
 class Split:
-    """Images, standardised with the training images' mean and deviation, and their labels (None: no right answer)."""
+    """Images, standardized with the training images' mean and deviation, and their labels (None: no right answer)."""
 
     images: Float[Tensor, "n 8 8"]
     labels: Int[Tensor, " n"] | None
@@ -42,7 +44,7 @@ def load_splits(train_size: int) -> dict[str, Split]:
         train_size: Training images, 20 to 400.
     """
     if not 20 <= train_size <= 400:
-        raise ValueError(f"train_size is {train_size!r}; allowed: 20 to 400")
+        raise ValueError(f"train_size must be from 20 to 400, got {train_size!r}")
     pixels, labels = load_digits(return_X_y=True)
     rest, test = _divide(np.arange(len(labels)), labels, TEST_SIZE)
     rest, validation = _divide(rest, labels, VALIDATION_SIZE)
@@ -71,30 +73,29 @@ def shift(split: Split, kind: str) -> Split:
     elif kind == "blurred":
         moved = ndimage.gaussian_filter(images, sigma=(0, 0.8, 0.8))
     else:
-        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(map(repr, SHIFTS))}")
+        raise ValueError(f"kind must be one of {', '.join(map(repr, SHIFTS))}, got {kind!r}")
     return Split(_as_images(moved), split.labels)
 
 
 def add_noise(split: Split, strength: float, seed: int = 0) -> Split:
     """Add Gaussian pixel noise of `strength` standard deviations of the training pixels; the labels stay.
 
-    The same seed gives the same noise pattern at every strength, so strengths differ in nothing else.
+    The same seed gives the same noise pattern at every strength, so nothing else differs between strengths.
     """
-    if not 0.0 <= strength < float("inf"):
-        raise ValueError(f"strength is {strength!r}; allowed: a finite number of at least 0")
+    check_not_negative(strength=strength)
     noise = torch.randn(split.images.shape, generator=torch.Generator().manual_seed(seed))
     return Split(split.images + strength * noise, split.labels)
 
 
 def scramble(split: Split, seed: int = 0) -> Split:
-    """Shuffle the pixels of each image: the grey values of a digit, but no digit, so there is no right label."""
+    """Shuffle the pixels of each image: the gray values of a digit, but no digit, so there is no right label."""
     order = np.random.default_rng(seed).permuted(np.tile(np.arange(64), (len(split.images), 1)), axis=1)
     flat = split.images.flatten(1).gather(1, torch.from_numpy(order))
     return Split(flat.reshape(split.images.shape), None)
 
 
 def evaluation_splits(train_size: int, noise: tuple[float, ...]) -> dict[str, Split]:
-    """Return everything a run is judged on, by name, in the order of reports.
+    """Return all evaluation splits of a run, by name, in the order of reports.
 
     `validation`, `test`, `noise-σ` for every strength above 0, the `SHIFTS`, and the out-of-distribution images.
     """

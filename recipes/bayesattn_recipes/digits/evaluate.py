@@ -1,4 +1,4 @@
-"""Ask a trained digit classifier for M predictions on every test split, and for the attention behind them."""
+"""Draw M predictions from a trained digit classifier on every test split, with the attention behind them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn.evaluation.runs import Predictions, SplitPredictions
+from bayesattn.doubt import uncertainty
+from bayesattn.evaluation.runs import DoubtfulExamples, Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.kl import record_kl
 from bayesattn.prediction import predict, sampling
+from bayesattn_recipes.common.doubt import most_doubtful, with_noise
 from bayesattn_recipes.common.prediction import drawing_methods, make_predict_run
 from bayesattn_recipes.digits.data import CLASS_NAMES, Split, evaluation_splits
 from bayesattn_recipes.digits.model import PATCH, DigitClassifier
@@ -47,14 +49,15 @@ class DigitsPredictor:
         if name != "test":
             return SplitPredictions(samples, condition.labels)
         maps = attention_maps(self.model, condition, num_samples, seed)
-        return SplitPredictions(samples, condition.labels, condition.images, maps)
+        doubtful = None if self.config.attention.is_rival else doubtful_examples(self.model, condition.images)
+        return SplitPredictions(samples, condition.labels, condition.images, maps, doubtful=doubtful)
 
     def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
         """Add the names of the classes and the grid of the patches."""
         return Predictions(splits, CLASS_NAMES, methods, seed, key_grid=(8 // PATCH, 8 // PATCH))
 
 
-# there is nothing to look for in a data folder: the images come with scikit-learn
+# no data folder is needed: the images come with scikit-learn
 predict_run = one_thread()(make_predict_run(lambda folder, data: DigitsPredictor(*load_run(folder))))
 
 
@@ -62,6 +65,13 @@ def available_methods(config: DigitsConfig) -> list[str]:
     """Return how predictions can be drawn from a model, the usual way second."""
     drops = config.dropout > 0.0 or config.attention.variant == "mc-dropout"
     return drawing_methods(is_stochastic=config.attention.is_stochastic, drops=drops)
+
+
+def doubtful_examples(model: DigitClassifier, images: Float[Tensor, "n 8 8"]) -> DoubtfulExamples:
+    """Return the images about which the model has most doubt in closed form."""
+    with with_noise(model):
+        found = most_doubtful(lambda places: uncertainty(model, images[list(places)]), [range(len(images))])
+    return DoubtfulExamples.from_uncertainty(*found)
 
 
 @torch.no_grad()
@@ -79,7 +89,7 @@ def draw(
 def attention_maps(
     model: DigitClassifier, split: Split, num_samples: int, seed: int
 ) -> dict[str, Float[Tensor, "n heads keys"]]:
-    """Return what the readout token of the last layer looks at: mean weights and, where drawn, deviation and prior Ψ."""
+    """Return what the readout token of the last layer attends to: mean weights and, where drawn, deviation and prior Ψ."""
     attend = model.last_attention
     seen: list[Tensor] = []
 
@@ -105,7 +115,7 @@ def attention_maps(
     if attend.bayes_prior is not None:
         hook = attend.bayes_prior.register_forward_hook(lambda module, args, log_prior: seen.append(log_prior.exp()))
         try:
-            # the prior is computed only where a KL is wanted
+            # the prior is computed only where a KL is needed
             with record_kl():
                 model(split.images)
         finally:

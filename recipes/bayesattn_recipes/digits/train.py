@@ -36,9 +36,9 @@ class DigitsConfig:
     """Everything that decides a run; with the same values it repeats exactly on the same machine.
 
     Args:
-        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
+        attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: Epochs, batch size, KL schedule.
-        seed: Initialisation, batch order, dropout and attention noise.
+        seed: Initialization, batch order, dropout and attention noise.
         train_size: Training images.
         width: Features of a token.
         num_heads: Attention heads.

@@ -22,24 +22,25 @@ class GraphConfig:
     """Everything that decides a run.
 
     Args:
-        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
+        attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: Epochs and schedules. With `batch_size` 1 the one example is the whole graph, and an epoch one step; with
-            more, examples are nodes, and a step takes so many of them with their neighbourhoods.
-        seed: Initialisation, dropout and attention noise.
+            more, examples are nodes, and a step takes `batch_size` of them with their neighborhoods.
+        seed: Initialization, dropout and attention noise.
         dataset: Name of the data set.
-        split: Which of its official splits (for `generated`: its seed); None for the one that belongs to the run's seed,
-            seed mod 10 for the heterophilous graphs, so that ten seeds see all of them.
+        split: Which of its official splits (for `generated`: its seed; for Cora, Citeseer and PubMed 0, or above 0 the
+            number of a random split of the same sizes); None for the one that belongs to the run's seed,
+            seed mod 10 for the heterophilous graphs, so that ten seeds use all of them.
         left_out_classes: Classes kept out of training, whose test nodes become out-of-distribution nodes.
         num_heads: Heads of the first layer.
         head_dim: Features of each.
         output_heads: Heads of the second layer, averaged.
         dropout: In the three places of each layer.
-        prior_scope: Over which nodes a contextual prior sums to one: the `graph`, or the `neighbourhood` of each node.
-        kept_by: Which epochs may give the run its parameters, the last of them does: `both`, those in which validation NLL
+        prior_scope: Over which nodes a contextual prior sums to one: the `graph`, or the `neighborhood` of each node.
+        kept_by: Epochs of which the last gives the run its parameters: `both`, those in which validation NLL
             and accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
-        fanout: Neighbours that a node of a mini-batch hears at most; None for all.
+        fanout: Neighbors per node of a mini-batch, at most; None for all.
         learning_rate: Of Adam.
-        weight_decay: L2 penalty, added to the gradient before Adam sees it (not AdamW's).
+        weight_decay: L2 penalty, added to the gradient before Adam's update (not AdamW's).
     """
 
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
@@ -54,7 +55,7 @@ class GraphConfig:
     head_dim: Count = 8
     output_heads: Count = 1
     dropout: Share = 0.6
-    prior_scope: Literal["graph", "neighbourhood"] = "graph"
+    prior_scope: Literal["graph", "neighborhood"] = "graph"
     kept_by: Literal["both", "nll"] = "both"
     fanout: Count | None = None
     learning_rate: Positive = 5e-3

@@ -14,6 +14,7 @@ from bayesattn.evaluation.report import measure_run, write_report
 from bayesattn.evaluation.report.names import method_name
 from bayesattn.evaluation.runs import REPORT_FILE, write_json, write_predictions
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.scalars import check_count
 from bayesattn_recipes.graph.config import load_config, load_config_graph
 from bayesattn_recipes.graph.evaluate import available_methods, predict_run
 from bayesattn_recipes.graph.train import train_run
@@ -22,7 +23,7 @@ CONFIG_NAMES = ("generated-soft", "generated-wc")
 COLUMNS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "pavpu_05": "PAvPU ↑", "aurc": "AURC ↓"}
 
 
-def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: int | None = None, console: Console) -> Path:
+def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console) -> Path:
     """Train, evaluate, print the comparison and write the report; returns the path of the page.
 
     Args:
@@ -32,17 +33,16 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
         epochs: Overrides the configs' number of epochs, for a quick look.
         console: Where to print.
     """
-    if num_seeds < 1:
-        raise ValueError(f"num_seeds is {num_seeds!r}; allowed: an integer of at least 1")
+    check_count("num_seeds", num_seeds)
     start = time.perf_counter()
     settings = [] if epochs is None else [f"training.epochs={epochs}"]
     rows: dict[str, dict[str, list[float]]] = {}
-    folders, nodes, labelled = [], 0, 0
+    folders, nodes, labeled = [], 0, 0
     with progress(console) as display, one_thread():
         for name in CONFIG_NAMES:
             config = load_config(name, settings)
             graph = load_config_graph(config, None)
-            nodes, labelled = graph.num_nodes, len(graph.splits["train"])
+            nodes, labeled = graph.num_nodes, len(graph.splits["train"])
             own = [out / f"{name}-{seed}" for seed in range(num_seeds)]
             task = display.add_task(f"training {config.attention.variant}", total=num_seeds)
             for seed, folder in enumerate(own):
@@ -65,7 +65,7 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
                 display.advance(task)
             folders += own
     summaries = {name: {key: over_runs(values) for key, values in row.items()} for name, row in rows.items()}
-    print_table(summaries, nodes, labelled, num_seeds, num_samples, console)
+    print_table(summaries, nodes, labeled, num_seeds, num_samples, console)
     plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
     write_json(out / "summary.json", plain)
     with console.status("drawing figures and report"):
@@ -75,7 +75,7 @@ def run_demo(out: Path, *, num_seeds: int = 5, num_samples: int = 20, epochs: in
 
 
 def print_table(
-    summaries: dict[str, dict[str, Summary]], nodes: int, labelled: int, num_seeds: int, num_samples: int, console: Console
+    summaries: dict[str, dict[str, Summary]], nodes: int, labeled: int, num_seeds: int, num_samples: int, console: Console
 ) -> None:
     """Print the comparison on the test nodes."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -84,7 +84,7 @@ def print_table(
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summaries.items():
         table.add_row(name, *(str(row[key]) if key in row else "–" for key in COLUMNS))
-    console.print(f"A generated graph: {nodes} nodes, {labelled} with a label", style="bold", highlight=False)
+    console.print(f"A generated graph: {nodes} nodes, {labeled} with a label", style="bold", highlight=False)
     console.print(table)
     seeds = "1 seed" if num_seeds == 1 else f"{num_seeds} seeds ± half a 95 % t-interval"
     console.print(f"Mean over {seeds}, {num_samples} draws; test nodes.", highlight=False)

@@ -14,10 +14,11 @@ from bayesattn.evaluation.measure import mean_logits
 from bayesattn.evaluation.runs import EdgeWeights, Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.prediction import predict, sampling
+from bayesattn.scalars import check_not_negative
 from bayesattn_recipes.common.runs import choose_methods
 from bayesattn_recipes.graph.config import GraphConfig
 from bayesattn_recipes.graph.data import LEFT_OUT, Graph
-from bayesattn_recipes.graph.inputs import Inputs, neighbourhood, whole_graph
+from bayesattn_recipes.graph.inputs import Inputs, neighborhood, whole_graph
 from bayesattn_recipes.graph.model import GraphAttentionNetwork
 from bayesattn_recipes.graph.train import load_run
 
@@ -55,7 +56,7 @@ def predict_run(
         places[LEFT_OUT] = (graph, graph.splits[LEFT_OUT])
     splits, done = {}, 0
     for name, (seen, nodes) in places.items():
-        inputs, samples = neighbourhood(seen, nodes), {}
+        inputs, samples = neighborhood(seen, nodes), {}
         for method in methods:
             logits = draw(model, inputs, method, num_samples, seed)[:, : len(nodes)]
             samples[method] = torch.softmax(logits, dim=-1)
@@ -76,8 +77,7 @@ def add_feature_noise(graph: Graph, strength: float, seed: int = 0) -> Graph:
 
     The same seed gives the same pattern at every strength.
     """
-    if not 0.0 <= strength < float("inf"):
-        raise ValueError(f"strength is {strength!r}; allowed: a finite number of at least 0")
+    check_not_negative(strength=strength)
     noise = torch.randn(graph.features.shape, generator=torch.Generator().manual_seed(seed))
     scale = strength * float(graph.features[graph.splits["train"]].std(correction=0))
     return replace(graph, features=graph.features + scale * noise if scale else graph.features)

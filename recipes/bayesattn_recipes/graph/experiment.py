@@ -1,4 +1,4 @@
-"""What the training loop asks of the graph recipe: batches, their likelihood, and GAT's two criteria on validation nodes."""
+"""The graph recipe for the training loop: batches, their likelihood, and GAT's two criteria on validation nodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from bayesattn_recipes.baselines import with_score_function
 from bayesattn_recipes.common.experiment import Experiment, TrainingConfig
 from bayesattn_recipes.graph.config import GraphConfig, build_model
 from bayesattn_recipes.graph.data import Graph
-from bayesattn_recipes.graph.inputs import Inputs, neighbourhood, whole_graph
+from bayesattn_recipes.graph.inputs import Inputs, neighborhood, whole_graph
 from bayesattn_recipes.graph.model import GraphAttentionNetwork
 
 
@@ -36,14 +36,16 @@ class GraphExperiment(Experiment):
         train = graph.splits["train"]
         # the KL is of the whole graph; without one the loss depends on nothing farther than two steps from a training node
         is_whole = config.attention.has_kl
-        self.inputs = whole_graph(graph) if is_whole else neighbourhood(graph, train)
+        self.inputs = whole_graph(graph) if is_whole else neighborhood(graph, train)
         self.rows = train if is_whole else torch.arange(len(train))
-        self.validation_inputs = neighbourhood(graph, graph.splits["validation"])
+        self.validation_inputs = neighborhood(graph, graph.splits["validation"])
         self._best_nll, self._best_accuracy = float("inf"), 0.0
 
     def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Any]:
         """Return the labels of the training nodes, where they are in the network's output, and its inputs."""
         labels = self.graph.labels[self.graph.splits["train"]]
+        # the batch is always the same: it goes to the device once
+        self.inputs, self.rows = self.inputs.to(self._device), self.rows.to(self._device)
         return {"labels": labels, "rows": self.rows, **self.inputs._asdict()}
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
@@ -57,7 +59,7 @@ class GraphExperiment(Experiment):
             of_nodes = losses.new_zeros(inputs.x.shape[0]).index_add(0, rows, losses)
             if module in self.model.output.modules():
                 return of_nodes
-            # what a node of the first layer chose is seen by all its neighbours
+            # the choice of a node in the first layer affects all its neighbors
             source, target = inputs.output_edge_index
             return torch.zeros_like(of_nodes).index_add(0, source, of_nodes[target])
 
@@ -66,10 +68,14 @@ class GraphExperiment(Experiment):
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return NLL and accuracy of the posterior mean on the validation nodes."""
         labels = self.graph.labels[self.graph.splits["validation"]]
-        device = next(model.parameters()).device
-        logits = model(*self.validation_inputs.to(device))[: len(labels)].float().cpu()
+        self.validation_inputs = self.validation_inputs.to(self._device)
+        logits = model(*self.validation_inputs)[: len(labels)].float().cpu()
         accuracy = (logits.argmax(dim=-1) == labels).float().mean()
         return {"validation_nll": float(F.cross_entropy(logits, labels)), "validation_accuracy": float(accuracy)}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def is_better(self, row: dict[str, Any], best: dict[str, Any] | None, config: TrainingConfig) -> bool:
         """Whether the criteria that keep an epoch tie or beat their best so far."""
@@ -87,12 +93,12 @@ class GraphExperiment(Experiment):
         return {"best_nll": self._best_nll, "best_accuracy": self._best_accuracy}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take back what `extra_state` returned."""
+        """Restore what `extra_state` returned."""
         self._best_nll, self._best_accuracy = state["best_nll"], state["best_accuracy"]
 
 
 class BatchExperiment(GraphExperiment):
-    """The same with nodes as examples: every node is in one batch of an epoch, labelled ones spread evenly.
+    """The same with nodes as examples: every node is in one batch of an epoch, labeled ones spread evenly.
 
     Each node of a batch stands for the whole graph: its likelihood counts as often as there are nodes, and the KL of its
     rows is scaled to that of all rows (`neighbor_batch`). Over an epoch the mean loss is that of the whole graph; with a
@@ -101,31 +107,32 @@ class BatchExperiment(GraphExperiment):
 
     def __init__(self, config: GraphConfig, graph: Graph) -> None:
         super().__init__(config, graph)
-        labelled = len(graph.splits["train"])
-        if -(-graph.num_nodes // config.training.batch_size) > labelled:
-            least = -(-graph.num_nodes // labelled)
+        labeled = len(graph.splits["train"])
+        if -(-graph.num_nodes // config.training.batch_size) > labeled:
+            least = -(-graph.num_nodes // labeled)
             raise ValueError(
-                f"batch_size is {config.training.batch_size}; allowed: 1, or {least} and more, a label for each batch"
+                f"batch_size must be 1, or at least {least} so that every batch has a label, got "
+                f"{config.training.batch_size}"
             )
         self.whole = {"num_nodes": graph.num_nodes, "num_edges": graph.edge_index.shape[1]}
-        # refuses now what no batch can have
+        # refuse early what no batch supports
         with neighbor_batch(self.model, batch_size=1, **self.whole):
             pass
         self.num_examples = graph.num_nodes
         self.fanout = config.fanout
-        self.is_labelled = torch.zeros(graph.num_nodes, dtype=torch.bool).index_fill(0, graph.splits["train"], True)
+        self.is_labeled = torch.zeros(graph.num_nodes, dtype=torch.bool).index_fill(0, graph.splits["train"], True)
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
-        """Deal the nodes out, labelled ones first, so that every batch has its share of them."""
+        """Distribute the nodes, labeled ones first, so that every batch has its share of them."""
         order = torch.randperm(self.num_examples, generator=generator)
-        order = torch.cat([order[self.is_labelled[order]], order[~self.is_labelled[order]]])
+        order = torch.cat([order[self.is_labeled[order]], order[~self.is_labeled[order]]])
         count = -(-self.num_examples // config.batch_size)
         return [order[start::count] for start in range(count)]
 
     def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Any]:
-        """Return labels of the labelled nodes, where they are in the batch, its inputs, and how many nodes it has."""
-        rows = self.is_labelled[indices].nonzero().flatten()
-        inputs = neighbourhood(self.graph, indices, fanout=self.fanout)
+        """Return labels of the labeled nodes, where they are in the batch, its inputs, and how many nodes it has."""
+        rows = self.is_labeled[indices].nonzero().flatten()
+        inputs = neighborhood(self.graph, indices, fanout=self.fanout)
         return {"labels": self.graph.labels[indices[rows]], "rows": rows, **inputs._asdict(), "batch_size": len(indices)}
 
     def num_labels(self, batch: dict[str, Any]) -> int:
@@ -133,7 +140,7 @@ class BatchExperiment(GraphExperiment):
         return batch["batch_size"] * len(self.graph.splits["train"])
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the summed cross-entropy of the batch's labelled nodes, as often as there are nodes."""
+        """Return the summed cross-entropy of the batch's labeled nodes, as often as there are nodes."""
         with neighbor_batch(self.model, batch_size=batch["batch_size"], **self.whole):
             return super().nll(model, batch) * self.graph.num_nodes
 

@@ -1,7 +1,7 @@
 """A generated graph for the demo and the tests: a stochastic block model with bags of words, made in milliseconds.
 
 Nodes of a class share words and are linked more often than others, but both signals are weak, and some nodes sit in the
-wrong neighbourhood: a classifier is right on most nodes and should know which ones it cannot know.
+wrong neighborhood: a classifier is right on most nodes and should be uncertain about the others.
 """
 
 import numpy as np
@@ -29,18 +29,18 @@ def generate_graph(
         num_nodes: Nodes.
         num_classes: Classes, as equal in size as possible.
         num_words: Vocabulary; every class has its own tenth of it, drawn at random, so topics overlap.
-        mean_degree: Mean number of neighbours, drawn from a Poisson distribution: some nodes are isolated.
+        mean_degree: Mean number of neighbors, drawn from a Poisson distribution: some nodes are isolated.
         homophily: Share of edges that stay within a class.
         words_per_node: Words drawn for each node, with repetition.
         topical_share: Probability that a word comes from the class's own words.
-        num_train: Labelled nodes, as many of each class as possible.
+        num_train: Labeled nodes, as many of each class as possible.
         num_validation: Validation nodes; the rest are test nodes.
         seed: Of everything.
     """
     if num_classes < 2 or num_train + num_validation >= num_nodes:
         raise ValueError(
-            f"num_classes, num_train, num_validation, num_nodes are {num_classes}, {num_train}, {num_validation}, "
-            f"{num_nodes}; allowed: at least two classes, and nodes left for testing"
+            f"the graph must have at least two classes, and nodes left for testing, got num_classes={num_classes}, "
+            f"num_train={num_train}, num_validation={num_validation}, num_nodes={num_nodes}"
         )
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(num_nodes) % num_classes)

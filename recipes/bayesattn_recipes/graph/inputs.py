@@ -1,7 +1,7 @@
-"""What the network reads: node features and, for each of its two layers, edges; of a whole graph or of a part.
+"""The network's inputs: node features and, for each of its two layers, edges; of a whole graph or of a part.
 
 Two layers read two steps far. The second layer needs the edges into the wanted nodes, the first those into the wanted nodes
-and their neighbours. Nodes of a part are numbered anew: the wanted ones first, in their order.
+and their neighbors. Nodes of a part are renumbered: the wanted ones first, in their order.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesattn_recipes.graph.data import Graph
 
-# denser features are multiplied faster as they are
+# denser features are multiplied faster as a dense matrix
 LARGEST_SPARSE_SHARE = 0.25
 
 
@@ -30,8 +30,9 @@ class Inputs(NamedTuple):
     output_edge_index: Int[Tensor, "2 e2"]
 
     def to(self, device: torch.device | str) -> "Inputs":
-        """Return the inputs on another device."""
-        return Inputs(*(part.to(device) for part in self))
+        """Return the inputs on another device; a GPU multiplies dense features faster."""
+        x = self.x if torch.device(device).type == "cpu" else self.x.to_dense()
+        return Inputs(*(part.to(device) for part in (x, self.edge_index, self.output_edge_index)))
 
 
 def whole_graph(graph: Graph) -> Inputs:
@@ -39,7 +40,7 @@ def whole_graph(graph: Graph) -> Inputs:
     return Inputs(_compressed(graph.features), graph.edge_index, graph.edge_index)
 
 
-def neighbourhood(
+def neighborhood(
     graph: Graph,
     nodes: Int[Tensor, " k"],
     *,
@@ -51,12 +52,12 @@ def neighbourhood(
     Args:
         graph: The whole graph.
         nodes: Whose logits are wanted; each once.
-        fanout: Neighbours of a node that are kept, drawn without replacement, its self-loop not counted; None keeps all, and
+        fanout: Neighbors of a node that are kept, drawn without replacement, its self-loop not counted; None keeps all, and
             then the logits are those of the whole graph.
         generator: Of the draws.
     """
     if fanout is not None and fanout < 1:
-        raise ValueError(f"fanout is {fanout!r}; allowed: an integer of at least 1, or None")
+        raise ValueError(f"fanout must be an integer of at least 1, or None, got {fanout!r}")
     second = _edges_into(graph, nodes, fanout, generator)
     inner = _with_sources(nodes, second)
     first = _edges_into(graph, inner, fanout, generator)
@@ -68,7 +69,7 @@ def neighbourhood(
 def _edges_into(
     graph: Graph, targets: Int[Tensor, " k"], fanout: int | None, generator: torch.Generator | None
 ) -> Int[Tensor, "2 e"]:
-    """Return the edges into `targets`, the edges of each together; with a fan-out its self-loop and so many others."""
+    """Return the edges into `targets`, the edges of each together; with a fan-out its self-loop and `fanout` others."""
     source, target = graph.edge_index
     # the edges of a graph are sorted by target
     targets = targets.contiguous()
@@ -94,7 +95,7 @@ def _with_sources(nodes: Int[Tensor, " k"], edges: Int[Tensor, "2 e"]) -> Int[Te
 
 
 def _compressed(x: Float[Tensor, "n f"]) -> Float[Tensor, "n f"]:
-    """Return features as a CSR matrix, with the short indices that its products are made for, if that pays."""
+    """Return features as a CSR matrix, with 32-bit indices, if that is faster."""
     if int(x.count_nonzero()) > LARGEST_SPARSE_SHARE * x.numel():
         return x
     found = x.to_sparse_csr()

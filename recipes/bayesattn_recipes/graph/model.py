@@ -1,7 +1,7 @@
-"""The two-layer graph attention network of the paper (App. B.1), of the library's layers.
+"""The two-layer graph attention network of the paper (App. B.1), built from the library's layers.
 
 Layer 1: 8 heads of 8 features, concatenated, ELU. Layer 2: one head (PubMed: 8, averaged) with a feature per class. Dropout,
-as in GAT: on the input of each layer, on the normalised weights, and on the features that are averaged.
+as in GAT: on the input of each layer, on the normalized weights, and on the features that are averaged.
 """
 
 import torch
@@ -52,7 +52,7 @@ class GraphAttentionNetwork(nn.Module):
     def forward(
         self, x: Float[Tensor, "n f"], edge_index: Int[Tensor, "2 e"], output_edge_index: Int[Tensor, "2 e2"]
     ) -> Float[Tensor, "n c"]:
-        """Return the class logits of every node; of a part of a graph only those of the wanted nodes mean anything.
+        """Return the class logits of every node; for a part of a graph only those of the requested nodes are meaningful.
 
         Args:
             x: Features of the nodes; dense, or a CSR matrix.
@@ -62,7 +62,7 @@ class GraphAttentionNetwork(nn.Module):
         return self.output(self.dropout(self.embed(x, edge_index)), output_edge_index)
 
     def embed(self, x: Float[Tensor, "n f"], edge_index: Int[Tensor, "2 e"]) -> Float[Tensor, "n f2"]:
-        """Return what the first layer tells the second."""
+        """Return the output of the first layer."""
         if x.layout is torch.sparse_csr:
             # zeros stay zeros
             values = self.dropout(x.values())

@@ -2,8 +2,8 @@
 
 A pickle is a program for a stack machine, and one of its instructions calls any function by name. The Planetoid files
 (written by Python 2) need some twenty instructions and six names: arrays, a sparse matrix, a dictionary of lists. A file is
-first looked through, and refused if it has anything else. Then it is loaded with stand-ins in the place of the six names,
-which check what they are given; so no code of numpy or scipy sees a state that was not checked.
+scanned first, and refused if it has anything else. Then it is loaded with stand-ins for the six names, which check their
+arguments, so numpy and scipy never get an unchecked state.
 """
 
 import io
@@ -19,9 +19,9 @@ from scipy import sparse
 
 # the largest official file, ind.pubmed.allx, has 9 MB
 MAX_BYTES = 256 * 2**20
-# an official file makes at most 18; tuples inside tuples without end would overflow the stack of what compares them
+# an official file makes at most 18; endlessly nested tuples would overflow the stack when they are compared
 MAX_TUPLES = 100
-# all that a broken file can provoke: wrong opcodes, too few entries, wrong kinds of them
+# everything that a broken file can cause: wrong opcodes, too few entries, wrong types
 BROKEN = (
     pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, RecursionError,
 )  # fmt: skip
@@ -33,19 +33,19 @@ INSTRUCTIONS = {
 
 
 class _Array:
-    """Stands for an array; made empty, then given its state."""
+    """Stand-in for an array; created empty, then given its state."""
 
     value: np.ndarray | None = None
 
     def __init__(self, kind: Any, shape: Any, code: Any) -> None:
         if (kind, shape, code) != ("ndarray", (0,), "b"):
-            raise ValueError("it makes an array with arguments these files have no need of")
+            raise ValueError("it builds an array with arguments that these files do not need")
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, content = state
         dtype, raw = _expect(dtype, _Dtype).value, _expect(content, str).encode("latin1")
         if not all(type(length) is int and length >= 0 for length in _expect(shape, tuple)) or not 1 <= len(shape) <= 2:
-            raise ValueError(f"it holds an array of shape {shape!r}; allowed: one or two axes")
+            raise ValueError(f"it holds an array of shape {shape!r}, but arrays must have one or two axes")
         size = _expect(dtype, np.dtype).itemsize * math.prod(shape)
         if size != len(raw):
             raise ValueError(f"it holds an array of {size} bytes with {len(raw)} bytes of content")
@@ -54,13 +54,13 @@ class _Array:
 
 
 class _Dtype:
-    """Stands for the type of an array's entries."""
+    """Stand-in for the type of an array's entries."""
 
     value: np.dtype | None = None
 
     def __init__(self, code: Any, align: Any, copy: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[iu][1248]|f[248]", code):
-            raise ValueError(f"it holds an array of type {code!r}; allowed: integers and floats")
+            raise ValueError(f"it holds an array of type {code!r}, but arrays must be integers or floats")
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
@@ -71,7 +71,7 @@ class _Dtype:
 
 
 class _Matrix:
-    """Stands for a sparse matrix."""
+    """Stand-in for a sparse matrix."""
 
     value: sparse.csr_matrix | None = None
 
@@ -80,7 +80,7 @@ class _Matrix:
         data, indices, pointers = (_array(state[name]) for name in ("data", "indices", "indptr"))
         whole = pointers.dtype.kind == "i" and indices.dtype.kind == "i" and type(rows) is int and type(columns) is int
         if not whole or pointers.shape != (rows + 1,) or indices.shape != data.shape or data.ndim != 1:
-            raise ValueError("it holds a sparse matrix whose parts do not fit together")
+            raise ValueError("it holds a sparse matrix whose parts do not match")
         if pointers[0] != 0 or pointers[-1] != len(data) or (np.diff(pointers) < 0).any():
             raise ValueError("it holds a sparse matrix whose rows overlap")
         if len(indices) and not 0 <= indices.min() <= indices.max() < columns:
@@ -89,7 +89,7 @@ class _Matrix:
 
 
 class _Lists(dict):
-    """Stands for a dictionary of lists."""
+    """Stand-in for a dictionary of lists."""
 
     def __init__(self, factory: Any = "list") -> None:
         if factory != "list":
@@ -128,7 +128,7 @@ def read_pickle(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
-        raise ValueError(f"{path} has more than {MAX_BYTES} bytes; allowed: a file of the Planetoid data sets")
+        raise ValueError(f"{path} has more than {MAX_BYTES} bytes, which no file of the Planetoid data sets has")
     try:
         _look_through(content)
         # Python 2's strings are bytes, and its names are not to be translated
@@ -139,24 +139,27 @@ def read_pickle(path: Path) -> Any:
 
 
 def _look_through(content: bytes) -> None:
-    """Refuse a file with an instruction or a name that the Planetoid files have no need of."""
+    """Refuse a file with an instruction or a name that the Planetoid files do not need."""
     tuples = 0
     for code, argument, position in pickletools.genops(io.BytesIO(content)):
         tuples += "TUPLE" in code.name
         if code.name not in INSTRUCTIONS:
-            raise ValueError(f"it uses the instruction {code.name}, which these files have no need of")
+            raise ValueError(f"it uses the instruction {code.name}, which these files do not need")
         if code.name == "GLOBAL" and argument not in STAND_INS:
-            raise ValueError(f"it asks for {str(argument).replace(' ', '.')!r}; allowed: {', '.join(STAND_INS)}")
-        # the loader makes room for as many results as the largest number says
+            raise ValueError(
+                f"it imports {str(argument).replace(' ', '.')!r}, but only "
+                f"{', '.join(name.replace(' ', '.') for name in STAND_INS)} may be imported"
+            )
+        # the loader allocates as many results as the largest number says
         if code.name == "LONG_BINPUT" and int(argument or 0) > (position or 0):
-            raise ValueError(f"it keeps a result under the number {argument}, but has not had so many")
+            raise ValueError(f"it stores a result under the number {argument}, but has fewer results")
         if tuples > MAX_TUPLES:
             raise ValueError(f"it makes more than {MAX_TUPLES} tuples")
 
 
 def _expect(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"it uses a {type(value).__name__.strip('_')} where a {kind.__name__.strip('_')} belongs")
+        raise ValueError(f"it uses a value of type {type(value).__name__.strip('_')} in place of {kind.__name__.strip('_')}")
     return value
 
 
@@ -165,17 +168,17 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _finish(result: Any, num_bytes: int) -> Any:
-    """Return the value of what was made; a dictionary must hold lists of integers."""
+    """Return the value of the loaded object; a dictionary must hold lists of integers."""
     if isinstance(result, _Array):
         return _array(result)
     if isinstance(result, _Matrix):
         return _expect(result.value, sparse.csr_matrix)
     total = 0
     for key, entries in _expect(result, dict).items():
-        # every entry an honest file lists takes at least two bytes; one list under many keys would be unfolded later
+        # every entry of a valid file takes at least two bytes; one list under many keys would be copied later
         total += len(_expect(entries, list))
         if total > num_bytes:
-            raise ValueError("it lists more neighbours than it has bytes")
+            raise ValueError("it lists more neighbors than it has bytes")
         if type(key) is not int or not all(type(entry) is int for entry in entries):
-            raise ValueError("it holds a dictionary that is not of lists of integers")
+            raise ValueError("it holds a dictionary whose values are not lists of integers")
     return result

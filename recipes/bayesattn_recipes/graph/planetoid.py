@@ -1,12 +1,12 @@
-"""Cora, Citeseer and PubMed from their eight raw files, with the split everybody uses.
+"""Cora, Citeseer and PubMed from their eight raw files, with the public split.
 
-    x, y        features and one-hot classes of the labelled training nodes, the first nodes of the graph
+    x, y        features and one-hot classes of the labeled training nodes, the first nodes of the graph
     allx, ally  the same of all nodes that are not test nodes; x and y are their beginning
     tx, ty      the same of the test nodes, in the order of test.index
-    graph       neighbours of every node
+    graph       neighbors of every node
 
 Validation nodes are the 500 after the training nodes. Citeseer's test.index leaves out 15 numbers of its range: nodes with
-neighbours, but without features and class.
+neighbors, but without features and class.
 """
 
 from pathlib import Path
@@ -30,23 +30,24 @@ CLASS_NAMES = {
 
 
 def load_planetoid(folder: Path, name: str) -> Graph:
-    """Read a data set; features are divided by their sum, as everybody does."""
+    """Read a data set; features are divided by their sum, as usual."""
     parts = {part: read_pickle(folder / f"ind.{name}.{part}") for part in ("x", "y", "allx", "ally", "tx", "ty", "graph")}
     for part, value in parts.items():
         kind = sparse.csr_matrix if part in ("x", "allx", "tx") else dict if part == "graph" else np.ndarray
         if not isinstance(value, kind) or (isinstance(value, np.ndarray) and value.ndim != 2):
-            raise ValueError(f"{folder / f'ind.{name}.{part}'} holds a {type(value).__name__}; allowed: {kind.__name__}")
+            raise ValueError(f"{folder / f'ind.{name}.{part}'} must hold a {kind.__name__}, got {type(value).__name__}")
     test = _read_test_index(folder / f"ind.{name}.test.index")
     num_train, num_known = len(parts["y"]), len(parts["ally"])
     if parts["allx"].shape[0] != num_known or parts["tx"].shape[0] != len(test) or len(parts["ty"]) != len(test):
-        raise ValueError(f"files of {name} in {folder} do not fit together; allowed: one row a node in each")
+        raise ValueError(f"files of {name} in {folder} do not match: each must have one row per node")
     if num_train + NUM_VALIDATION > num_known or test.min() < num_known:
-        raise ValueError(f"splits of {name} in {folder} share a node; allowed: none")
+        raise ValueError(f"splits of {name} in {folder} must not share a node")
     n = int(test.max()) + 1
     widths, classes = {parts[part].shape[1] for part in ("allx", "tx")}, {parts[part].shape[1] for part in ("ally", "ty")}
     if len(widths) > 1 or classes != {len(CLASS_NAMES[name])}:
         raise ValueError(
-            f"files of {name} in {folder} have {widths} features and {classes} classes; allowed: one number each"
+            f"files of {name} in {folder} must agree on the number of features and have {len(CLASS_NAMES[name])} classes, "
+            f"got {widths} features and {classes} classes"
         )
     features = np.zeros((n, widths.pop()), dtype=np.float32)
     features[:num_known], features[test] = parts["allx"].toarray(), parts["tx"].toarray()
@@ -78,8 +79,8 @@ def _read_test_index(path: Path) -> np.ndarray:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, OverflowError):
-        raise ValueError(f"{path} is not a list of node numbers, one a line") from None
-    # the graph gets as many nodes as the largest number says
+        raise ValueError(f"{path} is not a list of node numbers, one per line") from None
+    # the largest number determines the number of nodes
     if not len(index) or index.min() < 0 or index.max() >= 100 * len(index) + 1_000_000:
-        raise ValueError(f"{path} names no node, or one that cannot be; allowed: numbers of nodes")
+        raise ValueError(f"{path} must hold numbers of nodes, of at least 0")
     return index

@@ -1,4 +1,4 @@
-"""The paper's first table again: every data set and variant, many seeds, the paper's number beside ours."""
+"""The paper's first table: every data set and variant, many seeds, the paper's number beside the result."""
 
 import dataclasses
 import time
@@ -17,12 +17,13 @@ from bayesattn_recipes.common import tables as _tables
 from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.evaluate import available_methods, draw, measure_draws
-from bayesattn_recipes.graph.inputs import neighbourhood
+from bayesattn_recipes.graph.inputs import neighborhood
+from bayesattn_recipes.graph.splits import reproduce_splits
 from bayesattn_recipes.graph.train import fit
 
 DATASETS = ("cora", "citeseer", "pubmed")
 VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc")
-# test accuracy in per cent: Table 1 of the paper, five runs each
+# test accuracy in percent: Table 1 of the paper, five runs each
 PAPER = {
     "soft": (83.00, 72.50, 77.26),
     "nokl": (83.39, 72.91, 78.50),
@@ -44,6 +45,9 @@ def reproduce(
     out: Path,
     console: Console,
     settings: Sequence[str] = (),
+    splits: int | None = None,
+    jobs: int = 1,
+    minutes: float | None = None,
 ) -> Path:
     """Train and measure what is missing in `out`, write the table as Markdown, CSV and JSON, and print it.
 
@@ -55,18 +59,29 @@ def reproduce(
         out: Folder of the cells and the tables.
         console: Where to print.
         settings: `name=value` on top of every config.
+        splits: Number of random splits in place of the public one; soft attention, rivals and a control (`splits.py`).
+        jobs: With `splits`, runs at the same time.
+        minutes: With `splits`, begin no run after this time.
     """
     datasets = _tables.choose("datasets", datasets, DATASETS)
+    if splits is not None:
+        if variants is not None:
+            raise ValueError(f"leave out variants with random splits, which compare all kinds, got {','.join(variants)!r}")
+        options = {"settings": tuple(settings), "jobs": jobs, "minutes": minutes}
+        return reproduce_splits(datasets, splits=splits, data=data, out=out, console=console, **options)
+    if jobs > 1 or minutes is not None:
+        raise ValueError("jobs and minutes are for random splits (--splits). Leave them out")
     variants = _tables.choose("variants", variants, VARIANTS)
     variants = variants if "soft" in variants else ["soft", *variants]
-    jobs = [(dataset, variant, f"{dataset}-{variant}") for dataset in datasets for variant in variants]
-    names = [name for *_, name in jobs]
+    planned = [(dataset, variant, f"{dataset}-{variant}") for dataset in datasets for variant in variants]
+    names = [name for *_, name in planned]
     cells = run_cells(names, num_seeds=num_seeds, data=data, out=out, console=console, settings=settings)
     rows = [row for dataset in datasets for row in table_rows(dataset, {v: cells[f"{dataset}-{v}"] for v in variants})]
     text = render(rows)
     _tables.write_csv(out / "graph.csv", rows)
     _tables.write_csv(
-        out / "graph-seeds.csv", [row for dataset, variant, name in jobs for row in seed_rows(dataset, variant, cells[name])]
+        out / "graph-seeds.csv",
+        [row for dataset, variant, name in planned for row in seed_rows(dataset, variant, cells[name])],
     )
     write_json(out / "graph.json", {"rows": rows, "num_seeds": num_seeds, "environment": environment()})
     write_bytes(out / "graph.md", text.encode())
@@ -83,7 +98,7 @@ def run_cells(
     console: Console,
     settings: Sequence[str] = (),
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the measures of every config and seed; what is in `out` already is read, the rest is trained."""
+    """Return the measures of every config and seed; those in `out` are read, the rest are trained."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     done, graphs = 0, {}
     with show_runs(console, len(names) * num_seeds) as display, one_thread():
@@ -114,7 +129,7 @@ def run_seed(
     cpu_seconds = time.process_time() - cpu
     kept = next(row for row in reversed(log.rows) if row["is_best"])
     parts = {name: graph.splits[name] for name in ("validation", "test")}
-    inputs = neighbourhood(graph, torch.cat(list(parts.values()))).to(next(model.parameters()).device)
+    inputs = neighborhood(graph, torch.cat(list(parts.values()))).to(next(model.parameters()).device)
     sizes, labels = [len(nodes) for nodes in parts.values()], [graph.labels[nodes] for nodes in parts.values()]
     methods = {}
     for method in available_methods(config):
@@ -145,7 +160,7 @@ def _read(out: Path, name: str, config: GraphConfig) -> dict[str, Any] | None:
 
 
 def seed_rows(dataset: str, variant: str, cells: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per seed: where training stood, and the measures of the posterior mean."""
+    """Return one row per seed: state of the training, and the measures of the posterior mean."""
     rows = []
     for seed, cell in cells.items():
         about = {name: cell[name] for name in ("kept_epoch", "num_epochs", "validation_accuracy", "train_cpu_seconds")}
@@ -217,9 +232,9 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
             ]
         )
     note = (
-        "Test accuracy in per cent, mean over seeds ± half a 95 % t-interval; difference and p of a paired t-test over "
+        "Test accuracy in percent, mean over seeds ± half a 95 % t-interval; difference and p of a paired t-test over "
         "seeds. NLL and ECE of the posterior mean, as it is and after temperature scaling on the validation nodes. PAvPU in "
-        f"per cent, {NUM_SAMPLES} draws, paired t-test on the logits, threshold 0.05: attention alone drawn, and with "
+        f"percent, {NUM_SAMPLES} draws, paired t-test on the logits, threshold 0.05: attention alone drawn, and with "
         "dropout as in the authors' code.\n"
     )
     return _tables.markdown(header, lines) + "\n" + note

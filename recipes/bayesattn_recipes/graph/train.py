@@ -1,4 +1,4 @@
-"""Train one graph attention network through the loop all recipes share."""
+"""Train one graph attention network with the loop that all recipes share."""
 
 from collections.abc import Callable
 from pathlib import Path

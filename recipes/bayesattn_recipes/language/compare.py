@@ -1,4 +1,4 @@
-"""Compare two ways to predict on the same test examples: what differs, and how far the choice of examples explains it.
+"""Compare two ways to predict on the same test examples: the differences, and how far the choice of examples explains them.
 
     python -m bayesattn_recipes.language.compare runs/mrpc-soft:mean runs/mrpc-wc:attention --out differences.csv
 
@@ -26,14 +26,14 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Difference:
-    """What the first side's mean is above the second's.
+    """The mean of the first side minus that of the second.
 
     Attributes:
         task: The task of both.
         seeds: Of the two runs.
         first: Variant and method of the first side.
         second: Of the second.
-        split: Whose examples.
+        split: The split of the examples.
         metric: What is measured, example by example.
         num_examples: How many.
         value: First minus second.
@@ -66,10 +66,7 @@ def compare(first: tuple[Path, str], second: tuple[Path, str], split: str = "tes
     ours, theirs = (example_measures(folder, method, split) for folder, method in (first, second))
     counts = [len(next(iter(side.values()))) for side in (ours, theirs)]
     if task != other or counts[0] != counts[1]:
-        raise ValueError(
-            f"the runs are of {task!r} with {counts[0]} and of {other!r} with {counts[1]} examples; "
-            "allowed: the same examples"
-        )
+        raise ValueError(f"both runs must have the same examples, got {counts[0]} of {task!r} and {counts[1]} of {other!r}")
     names = [f"{run['variant']}:{method}" for run, (_, method) in zip(runs, (first, second))]
     seeds = f"{runs[0]['seed']}/{runs[1]['seed']}"
     found = []
@@ -86,7 +83,7 @@ def example_measures(folder: Path, method: str, split: str) -> dict[str, Float[T
     if task.kind == "spans":
         answers = read_answers(folder).get(split, {})
         if method not in answers:
-            raise RunError(f"{folder} has no answers of split {split!r} and method {method!r}; found: {', '.join(answers)}")
+            raise RunError(f"{folder} has no answers of split {split!r} and method {method!r}. It has {', '.join(answers)}")
         columns = {name: [record[name] for record in answers[method]] for name in ("exact_match", "f1")}
         measured = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
         return {**measured, "answer_nll": answer_losses(answers[method])}
@@ -94,7 +91,7 @@ def example_measures(folder: Path, method: str, split: str) -> dict[str, Float[T
     whole = folder if (folder / PREDICTIONS_FILE).is_file() else folder / MEANS_FOLDER
     found = read_predictions(whole).splits.get(split)
     if found is None or found.labels is None or method not in found.samples:
-        raise RunError(f"{folder} has no labelled predictions of split {split!r} and method {method!r}")
+        raise RunError(f"{folder} has no labeled predictions of split {split!r} and method {method!r}")
     mean, labels = found.samples[method].double().mean(dim=0), found.labels
     if task.kind == "regression":
         return {"squared_error": (mean[:, 0] - labels).square()}
@@ -105,12 +102,12 @@ def example_measures(folder: Path, method: str, split: str) -> dict[str, Float[T
 def _side(text: str) -> tuple[Path, str]:
     folder, _, method = text.rpartition(":")
     if not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} has no method; allowed: FOLDER:METHOD, such as runs/mrpc:mean")
+        raise argparse.ArgumentTypeError(f"{text!r} has no method. Write FOLDER:METHOD, such as runs/mrpc:mean")
     return Path(folder), method
 
 
 def main() -> None:
-    """Print the differences, and write them where asked to."""
+    """Print the differences, and write them to a file if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=_side, metavar="FOLDER:METHOD")
     parser.add_argument("second", type=_side, metavar="FOLDER:METHOD")

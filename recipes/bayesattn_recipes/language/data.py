@@ -1,7 +1,7 @@
 """GLUE tasks and texts of your own as examples: read, checked row by row, and split into train, validation and test.
 
 Test is what GLUE calls dev, because its test labels are withheld. Validation is held out of the training file, for choices
-(noise, thresholds, temperature, epochs); no choice looks at test. Where only part of a task is at hand, it is split by a
+(noise, thresholds, temperature, epochs); no choice uses test. Where only part of a task is available, it is split by a
 hash of what must not be on both sides (`SPLITTING`), so that the split depends neither on the order of rows nor on a seed.
 """
 
@@ -19,7 +19,7 @@ from bayesattn_recipes.language.tasks import Task, find_task
 # of the training file, at most
 VALIDATION_SHARE = 0.1
 VALIDATION_SIZE = 500
-# of a task of which only one file is at hand
+# of a task of which only one file is available
 PARTS = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 SUBSETS = {
@@ -55,7 +55,7 @@ class TextData:
     Attributes:
         splits: `train`, `validation` and `test`.
         class_names: One per class; one word for a regression.
-        note: How the splits came about where they are not GLUE's own; empty otherwise.
+        note: How the splits were made where they are not GLUE's own; empty otherwise.
         skipped: Rows left out because their file is known to hold broken ones (QQP).
     """
 
@@ -81,7 +81,7 @@ def load(name: str, data: Path | None, source: str = "files") -> TextData:
 
 
 def load_glue(task: Task, data: Path) -> TextData:
-    """Read a GLUE task: the official files if they are there, else the part that is at hand."""
+    """Read a GLUE task: the official files if they are there, else the available part."""
     dev_name = "dev_matched.tsv" if task.name == "mnli" else "dev.tsv"
     train = find_text(data, [f"{task.folder}/train.tsv", f"{task.folder}/msr_paraphrase_train.txt"])
     dev = find_text(data, [f"{task.folder}/{dev_name}"])
@@ -99,20 +99,20 @@ def load_glue(task: Task, data: Path) -> TextData:
         return TextData(split_by(rows, _split_key(task.name)), task.class_names, SPLITTING[task.name])
     missing = [name for name, found in (("train.tsv", train), (dev_name, dev)) if found is None]
     raise ValueError(
-        f"data is {str(data)!r}, where {task.folder}/{' and '.join(missing)} of task {task.name!r} was not found; allowed: "
-        f"a folder with GLUE's files as distributed, unpacked or in glue.tar.xz, or with glue_subsets; {SOURCES['glue']}"
+        f"{task.folder}/{' and '.join(missing)} of task {task.name!r} was not found in data {str(data)!r}. Give a folder "
+        f"with GLUE's files as distributed, unpacked or in glue.tar.xz, or with glue_subsets. {SOURCES['glue']}"
     )
 
 
 def load_own(data: Path) -> TextData:
-    """Read a classification task of the user's: `train.tsv` and, if it is there, `dev.tsv`, with a header.
+    """Read a user's classification task: `train.tsv` and, if it is there, `dev.tsv`, with a header.
 
     Columns are `label` and one or two others, the texts, in the file's order. The classes are the labels of `train.tsv`,
     sorted. Without `dev.tsv` the rows are split 80/10/10 by their texts.
     """
     train = find_text(data, ["train.tsv"])
     if train is None:
-        raise ValueError(f"data is {str(data)!r}, which holds no train.tsv; allowed for task 'own': {OWN_LAYOUT}")
+        raise ValueError(f"data {str(data)!r} has no train.tsv. Task 'own' needs {OWN_LAYOUT}")
     task = _own_task(*train)
     rows, _ = read_examples(task, *train)
     dev = find_text(data, ["dev.tsv"])
@@ -127,19 +127,19 @@ def _own_task(text: str, where: str) -> Task:
     header = next(rows, (1, []))[1]
     texts = tuple(column for column in header if column != "label")
     if "label" not in header or not 1 <= len(texts) <= 2:
-        raise ValueError(f"{where}, line 1: columns are {header}; allowed: 'label' and one or two columns of text")
+        raise ValueError(f"{where}, line 1: columns must be 'label' and one or two columns of text, got {header}")
     place = header.index("label")
-    # an empty label is a gap in the file, no class; `read_examples` says in which line
+    # an empty label is a gap in the file, not a class; `read_examples` names its line
     labels = tuple(sorted({row[place] for _, row in rows if len(row) == len(header) and row[place].strip()}))
     if len(labels) < 2:
         # a malformed row may be the only one of its class: it is named first
         read_examples(replace(find_task("own"), texts=texts, labels=labels, class_names=labels), text, where)
-        raise ValueError(f"{where} has the labels {list(labels)}; allowed: at least two different ones")
+        raise ValueError(f"{where} must have at least two different labels, got {list(labels)}")
     return replace(find_task("own"), texts=texts, labels=labels, class_names=labels)
 
 
 def read_examples(task: Task, text: str, where: str, *, quoted: bool = False) -> tuple[list[Example], int]:
-    """Parse one labelled file of a task; return its examples and how many rows were skipped.
+    """Parse one labeled file of a task; return its examples and how many rows were skipped.
 
     Raises:
         ValueError: A row has the wrong number of fields, an unknown label or an empty text; the message has its line. Only
@@ -153,7 +153,7 @@ def read_examples(task: Task, text: str, where: str, *, quoted: bool = False) ->
         try:
             # the header of MNLI's dev files has more columns than its training file; both name them all
             if len(fields) != len(header):
-                raise ValueError(f"has {len(fields)} fields; allowed: {len(header)} ({', '.join(header)})")
+                raise ValueError(f"the row must have {len(header)} fields ({', '.join(header)}), got {len(fields)}")
             *texts, label = (fields[column] for column in columns)
             examples.append(make_example(task, texts, label))
         except ValueError as error:
@@ -161,23 +161,23 @@ def read_examples(task: Task, text: str, where: str, *, quoted: bool = False) ->
                 raise ValueError(f"{where}, line {line}: {error}") from None
             skipped += 1
     if not examples:
-        raise ValueError(f"{where} holds no example; allowed: at least one row below the header")
+        raise ValueError(f"{where} must have at least one row below the header, got none")
     return examples, skipped
 
 
 def _header(task: Task, rows: Iterable[tuple[int, list[str]]], where: str) -> list[str]:
     if task.name == "cola":
-        # the only labelled file without a header: source, label, the authors' own mark, sentence
+        # the only labeled file without a header: source, label, the authors' own mark, sentence
         return ["source", "label", "mark", "sentence"]
     header = next(iter(rows), None)
     if header is None:
-        raise ValueError(f"{where} is empty; allowed: a header and rows")
+        raise ValueError(f"{where} is empty. It must have a header and rows")
     return header[1]
 
 
 def _column(header: list[str], name: str, where: str) -> int:
     if name not in header:
-        raise ValueError(f"{where}, line 1: there is no column {name!r}; found: {', '.join(header)}")
+        raise ValueError(f"{where}, line 1 has no column {name!r}, only {', '.join(header)}")
     return header.index(name)
 
 
@@ -185,11 +185,11 @@ def make_example(task: Task, texts: Sequence[str], label: str) -> Example:
     """Check one row: no text is empty, the label is one of the task's."""
     for name, value in zip(task.texts, texts):
         if not value.strip():
-            raise ValueError(f"{name} is empty; allowed: a text")
+            raise ValueError(f"{name} is empty. Every text must have a character")
     if task.kind == "regression":
         return Example(tuple(texts), _score(task, label))
     if label not in task.labels:
-        raise ValueError(f"{task.label} is {label!r}; allowed: {', '.join(map(repr, task.labels))}")
+        raise ValueError(f"{task.label} must be one of {', '.join(map(repr, task.labels))}, got {label!r}")
     return Example(tuple(texts), task.labels.index(label))
 
 
@@ -199,7 +199,7 @@ def _score(task: Task, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 <= value <= 5.0:
-        raise ValueError(f"{task.label} is {text!r}; allowed: a number from 0 to 5")
+        raise ValueError(f"{task.label} must be a number from 0 to 5, got {text!r}")
     return value
 
 
@@ -215,7 +215,7 @@ def hub_dataset(*names: str) -> Mapping[str, Iterable[Mapping[str, Any]]]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found]
     except ModuleNotFoundError:
-        raise ValueError("source is 'datasets', which needs the package datasets; pip install datasets") from None
+        raise ValueError("source 'datasets' needs the package datasets. Install it with: pip install datasets") from None
     return load_dataset(*names)
 
 
@@ -234,11 +234,11 @@ def from_rows(task: Task, train: Iterable[Mapping[str, Any]], test: Iterable[Map
         for number, row in enumerate(rows):
             missing = [name for name in (*names, "label") if name not in row]
             if missing:
-                raise ValueError(f"{where}, row {number} lacks {missing}; found: {sorted(row)}")
+                raise ValueError(f"{where}, row {number} lacks {missing}. It has {sorted(row)}")
             label = row["label"]
             if task.kind == "classification":
                 if not isinstance(label, int) or not 0 <= label < len(task.labels):
-                    raise ValueError(f"{where}, row {number}: label is {label!r}; allowed: 0 to {len(task.labels) - 1}")
+                    raise ValueError(f"{where}, row {number}: label must be from 0 to {len(task.labels) - 1}, got {label!r}")
                 label = task.labels[label]
             try:
                 examples.append(make_example(task, [row[name] for name in names], str(label)))
@@ -260,19 +260,19 @@ def position(key: str) -> float:
 
 
 def split_by(examples: list[Example], key: Callable[[Example], str]) -> dict[str, list[Example]]:
-    """Split by the hash of `key`, in the shares of `PARTS`: equal keys land on the same side."""
+    """Split by the hash of `key`, in the shares of `PARTS`: equal keys are on the same side."""
     splits: dict[str, list[Example]] = {name: [] for name in PARTS}
     for example in examples:
         place, end = position(key(example)), 0.0
         for name, share in PARTS.items():
             end += share
-            # the shares may add up to a hair below 1
+            # the shares may add up to slightly less than 1
             if place < end or name == "test":
                 splits[name].append(example)
                 break
     empty = [name for name, rows in splits.items() if not rows]
     if empty:
-        raise ValueError(f"{len(examples)} examples leave the splits {empty} empty; allowed: more examples, or a dev.tsv")
+        raise ValueError(f"{len(examples)} examples leave the splits {empty} empty. Give more examples, or a dev.tsv")
     return splits
 
 
@@ -280,7 +280,7 @@ def hold_out(examples: list[Example], share: float, size: int) -> tuple[list[Exa
     """Take the examples with the smallest hashes of their texts away; return what is left and what was taken."""
     count = max(1, min(int(share * len(examples)), size))
     if len(examples) <= count:
-        raise ValueError(f"{len(examples)} training examples leave nothing beside validation; allowed: at least two")
+        raise ValueError(f"at least two training examples are needed besides validation, got {len(examples)}")
     places = [position(_texts_key(example)) for example in examples]
     limit = sorted(places)[count - 1]
     left = [example for example, place in zip(examples, places) if place > limit]

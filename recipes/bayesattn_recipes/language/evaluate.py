@@ -1,7 +1,8 @@
-"""Predict the test sets of a run and the shifted ones beside them; `measure.py` measures what comes out."""
+"""Predict the test sets and the shifted test sets of a run; `measure.py` measures the predictions."""
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from bayesattn_recipes.language.prepare import make_split
 from bayesattn_recipes.language.shifts import shifted_splits
 from bayesattn_recipes.language.train import LoadedRun, load_run, make_collator, prepare_run
 
-# what `bayesattn evaluate` looks for
+# read by `bayesattn evaluate`
 __all__ = ["measure_run", "predict_run"]
 
 
@@ -51,11 +52,12 @@ def predict_run(
     )
     if run.task.kind == "spans":
         write_answers(folder, answers)
-    return predictions
+    test = replace(predictions.splits["test"], doubtful=predictor.doubtful_examples(splits["test"], run.tokenizer))
+    return replace(predictions, splits={**predictions.splits, "test": test})
 
 
 def _data_folder(run: LoadedRun, given: Path | None) -> Path | None:
-    """Return the folder that was asked for, else the run's own, else the one that the variable names.
+    """Return the requested folder, else the run's own, else the one that the variable names.
 
     The command line cannot tell an option from the variable, so a folder that equals the variable's counts as the latter.
     """

@@ -13,7 +13,7 @@ SCALARS = ("labels", "start_positions", "end_positions")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokenised texts.
+    """Tokenized texts.
 
     Attributes:
         rows: Token ids (and types, where the encoder has them) of every text.
@@ -30,7 +30,7 @@ class Encoded:
 
 
 def encode(tokenizer: Any, texts: Sequence[tuple[str, ...]], max_length: int) -> Encoded:
-    """Tokenise texts or pairs; of what is longer than `max_length` tokens the longer text of a pair is cut first."""
+    """Tokenize texts or pairs; beyond `max_length` tokens, the longer text of a pair is cut first."""
     if not texts:
         return Encoded([], [])
     columns = [list(column) for column in zip(*texts, strict=True)]
@@ -52,7 +52,7 @@ class Collator:
 
     Attributes:
         pad_id: The tokenizer's padding token.
-        multiple: Lengths are rounded up to a multiple of this: few distinct shapes, and such as tensor cores like.
+        multiple: Lengths are rounded up to a multiple of this: few distinct shapes, which suit tensor cores.
         max_length: But not beyond this.
     """
 
@@ -76,7 +76,7 @@ class Collator:
 
 
 def bucketed(rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[list[int]]:
-    """Yield the indices of batches of similar length, the longest first: memory that is too small shows at once."""
+    """Yield the indices of batches of similar length, the longest first, so that too little memory shows at once."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

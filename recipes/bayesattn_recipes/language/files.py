@@ -15,17 +15,17 @@ OWN_LAYOUT = "train.tsv and, if you have one, dev.tsv: tab-separated, a header, 
 
 
 def require_folder(data: Path | None, name: str) -> Path:
-    """Return the data folder, or say how to name one, and what goes into it: `glue`, `squad` or `own`."""
-    layout = f"a folder with {OWN_LAYOUT}" if name == "own" else str(SOURCES[name])
+    """Return the data folder, or raise with how to give one and what it must hold: `glue`, `squad` or `own`."""
+    layout = f"It must hold {OWN_LAYOUT}" if name == "own" else str(SOURCES[name])
     if data is None:
-        raise ValueError(f"data is not given; allowed: a folder, by --data or the variable BAYESATTN_DATA; {layout}")
+        raise ValueError(f"data must be a folder, given by --data or the variable BAYESATTN_DATA, got nothing. {layout}")
     if not data.exists():
-        raise ValueError(f"data is {str(data)!r}, which does not exist; {layout}")
+        raise ValueError(f"data {str(data)!r} does not exist. {layout}")
     return data
 
 
 def find_text(data: Path, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the text of the first of `names` that is there, with where it was found; None if none is.
+    """Return the text of the first of `names` that exists, and its place; None if none does.
 
     A name is looked up under `data` and `data/glue`, plain or as `.xz`, then in `glue.tar.xz` at the same two places, or
     in `data` itself where that is the archive.

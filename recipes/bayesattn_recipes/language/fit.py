@@ -16,8 +16,8 @@ from transformers.utils import logging
 from bayesattn_recipes.baselines import HardWeights, with_score_function
 from bayesattn_recipes.common.config import Count, NotNegative, Positive, config_class
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
+from bayesattn_recipes.common.position import move
 from bayesattn_recipes.common.replay import is_recordable
-from bayesattn_recipes.common.standing import move
 from bayesattn_recipes.language.features import Collator, bucketed
 from bayesattn_recipes.language.metrics import GLUE_METRICS
 from bayesattn_recipes.language.prepare import Split
@@ -31,7 +31,7 @@ class LanguageTraining(TrainingConfig):
     """How an encoder is fine-tuned: AdamW with a linear warm-up and a linear decay to 0.
 
     Args:
-        steps: Optimiser steps; replaces `epochs`.
+        steps: Optimizer steps; replaces `epochs`.
         learning_rate: Its peak.
         warmup: Steps of the warm-up, or below 1 their share of all steps.
         weight_decay: AdamW's, not on biases and norms.
@@ -47,7 +47,7 @@ class LanguageTraining(TrainingConfig):
 
 
 class FineTuning(Experiment):
-    """An encoder with a head on tokenised texts.
+    """An encoder with a head on tokenized texts.
 
     Args:
         model: From `model.load_pretrained`.
@@ -65,10 +65,10 @@ class FineTuning(Experiment):
         self.model, self.task, self.collator = model, task, collator
         self.train, self.validation = splits["train"].rows, splits["validation"].rows
         self.num_examples, self.max_steps = len(self.train), config.steps
-        # hard choices are charged with the loss of their own example, which the model does not tell
+        # hard choices are charged with the loss of their own example, which the model does not return
         self.is_hard = any(isinstance(module, HardWeights) for module in model.modules())
         self.is_recordable = is_recordable(model)
-        # weights decay, biases and the scales of norms do not: they are vectors
+        # weight decay for matrices only, not for biases and the scales of norms
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -93,13 +93,13 @@ class FineTuning(Experiment):
         return self.collator([self.train[i] for i in indices.tolist()])
 
     def num_labels(self, batch: dict[str, Any]) -> int:
-        """Return one label an example, but two for an answer: its first and its last token."""
+        """Return one label per example, but two for an answer: its first and its last token."""
         return len(batch["input_ids"]) * (2 if self.task.kind == "spans" else 1)
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
         """Return the model's loss, which is a mean over the labels, as a sum; of a score it is the squared error.
 
-        While launches are recorded nobody can look whether a mask has a gap, or one row for all queries; so it comes as one.
+        During CUDA-graph capture a mask cannot be checked for equal rows, so it is passed as one row.
         """
         if self.is_hard:
             return with_score_function(model, lambda: example_losses(self.task, model(**batch), batch)).sum()

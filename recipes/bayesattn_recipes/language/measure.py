@@ -1,4 +1,4 @@
-"""Measure the predictions of a run as GLUE and SQuAD do, and as classifiers are measured everywhere."""
+"""Measure the predictions of a run as GLUE and SQuAD do, and with the usual metrics of classifiers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_answers(folder: Path) -> Answers:
 def measure_run(
     folder: Path, *, num_resamples: int = 1000, on_progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Measure the predictions of a run, write `metrics.json` and return what it holds.
+    """Measure the predictions of a run, write `metrics.json` and return its content.
 
     Classification gets every metric of `bayesattn.metrics` and the task's own; a regression its correlations, the error and
     the spread of the draws; a span task the classifier's metrics over its answers, exact match and F1, and calibration,
@@ -143,7 +143,7 @@ def _answer_metrics(records: list[dict[str, Any]], threshold: float | None, num_
 
 
 def answer_losses(records: Sequence[dict[str, Any]]) -> Float[Tensor, " n"]:
-    """Return −ln p(a right answer) of every question; one that a model cannot give, such as too long a one, counts 1e-9."""
+    """Return −ln p(a right answer) of every question; one that the model cannot give (too long) counts 1e-9."""
     right = torch.tensor([record["right_probability"] for record in records], dtype=torch.float64)
     return -right.clamp(min=1e-9).log()
 
@@ -155,7 +155,7 @@ def sureness(records: Sequence[dict[str, Any]]) -> tuple[Float[Tensor, " n"], Fl
 
 
 def _answer_calibration(records: list[dict[str, Any]], num_resamples: int) -> dict[str, dict[str, Any]]:
-    """Measure how well the probability of an answer tells whether it is right."""
+    """Measure how well the probability of an answer predicts that it is right."""
     confidence, is_right = sureness(records)
 
     def statistic(c: Tensor, a: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _answer_calibration(records: list[dict[str, Any]], num_resamples: int) -> di
 
 
 def _detection(inside: list[dict[str, Any]], outside: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Measure how well answers, and what speaks for "no answer", tell questions without an answer from the test split."""
+    """Measure how well answers and the score of "no answer" separate questions without an answer from the test split."""
     scores = {
         "answer": [1.0 - sureness(records)[0] for records in (inside, outside)],
         "null_score": [torch.tensor([record["null_score"] for record in records]) for records in (inside, outside)],

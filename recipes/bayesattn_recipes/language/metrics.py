@@ -1,7 +1,7 @@
 """GLUE's and SQuAD's own metrics, by their definitions; what measures uncertainty is in `bayesattn.metrics`.
 
 Each takes predictions and labels and returns a float. Where a definition divides by zero (a model that predicts one class
-only, or a constant score), the value is 0: that is what such a prediction is worth, and what GLUE's leaderboard counts.
+only, or a constant score), the value is 0, as on GLUE's leaderboard.
 """
 
 import re
@@ -67,7 +67,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> float:
-    """1 if the answer equals one of the right ones after normalisation, else 0; no right one: the answer has to be empty."""
+    """1 if the answer equals one of the right ones after normalization, else 0; no right one: the answer has to be empty."""
     return float(any(normalize_answer(answer) == normalize_answer(gold) for gold in golds or ("",)))
 
 
@@ -88,16 +88,16 @@ def best_null_threshold(
 ) -> tuple[float, float]:
     """Return the no-answer threshold with the highest mean score, and that score (SQuAD 2.0).
 
-    A question is left unanswered where its null score lies above the threshold. Leaving it is worth 1 where there is no
-    answer; answering is worth `answered` where there is one, and nothing where there is none.
+    A question is left unanswered where its null score lies above the threshold. That scores 1 where there is no answer;
+    answering scores `answered` where there is one, and 0 where there is none.
 
     Args:
-        null_scores: How much speaks for "no answer", per question.
+        null_scores: Score of "no answer", per question.
         answered: Exact match or F1 of the answer a question would get.
         has_answer: Whether it has an answer.
     """
     if not null_scores:
-        raise ValueError("null_scores is empty; allowed: at least one question")
+        raise ValueError("null_scores must hold at least one question, got none")
     # threshold −∞ leaves every question; raising it past a question answers that question
     score = best = float(sum(not known for known in has_answer))
     threshold = -float("inf")

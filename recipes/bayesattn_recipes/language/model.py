@@ -2,14 +2,16 @@
 
 An encoder is named by `e5-small` (the folder `encoder_e5_small_hf` of the data, weights plain or as `.xz`), by a folder in
 Hugging Face's format, by a name on the hub (`albert-base-v2`), or is `tiny`: a random two-layer BERT whose vocabulary is
-made from the training texts, for tests and first steps. Code that lies beside an encoder is never run, and weights are
+made from the training texts, for tests and first steps. Code that comes with an encoder is never run, and weights are
 read from safetensors only.
 """
 
 import os
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -65,12 +67,14 @@ def find_encoder(encoder: str, data: Path | None) -> str:
     if encoder == "e5-small":
         if data is None or not (data / E5_FOLDER).is_dir():
             raise ValueError(
-                f"encoder is 'e5-small', whose folder {E5_FOLDER} is not in the data folder {str(data)!r}; allowed: a data "
-                f"folder that has it, the path of another encoder's folder, or a name on the hub; {SOURCES['e5-small']}"
+                f"encoder 'e5-small' needs the folder {E5_FOLDER}, which is not in the data folder {str(data)!r}. Give a "
+                f"data folder that has it, the path of another encoder's folder, or a name on the hub. {SOURCES['e5-small']}"
             )
         return str(data / E5_FOLDER)
     if encoder.startswith((".", "/", "~")) and not Path(encoder).expanduser().is_dir():
-        raise ValueError(f"encoder is {encoder!r}, which is not a folder; allowed: tiny, e5-small, a folder, a hub name")
+        raise ValueError(
+            f"encoder must be tiny, e5-small, a folder, or a name on the hub, got {encoder!r}, which is not a folder"
+        )
     return str(Path(encoder).expanduser()) if Path(encoder).expanduser().is_dir() else encoder
 
 
@@ -80,11 +84,11 @@ def load_tokenizer(where: str, texts: Callable[[], Iterable[str]]) -> PreTrained
         return tiny_tokenizer(texts())
     folder = Path(where)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(f"{where} has no tokenizer; allowed: a folder with one of {', '.join(TOKENIZER_FILES)}")
+        raise ValueError(f"{where} has no tokenizer. Give a folder with one of {', '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except Exception as error:
-        # transformers raises many kinds here: a broken file, a missing package, no connection
+        # transformers raises many kinds of errors here: a broken file, a missing package, no connection
         reason = " ".join(str(error).split())
         raise ValueError(f"the tokenizer of {where!r} cannot be loaded: {reason}") from error
 
@@ -107,9 +111,9 @@ def encoder_config(where: str, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     try:
         return AutoConfig.from_pretrained(where, trust_remote_code=False)
     except Exception as error:
-        # as above: a config of the wrong type or size is an error of a kind of its own
+        # as above: a config of the wrong type or size may raise yet another kind
         reason = " ".join(str(error).split())
-        raise ValueError(f"encoder is {where!r}, whose config cannot be loaded: {reason}") from error
+        raise ValueError(f"the config of encoder {where!r} cannot be loaded: {reason}") from error
 
 
 def set_up(config: PreTrainedConfig, kind: Kind, num_outputs: int, rates: dict[str, float | None]) -> PreTrainedConfig:
@@ -122,7 +126,7 @@ def set_up(config: PreTrainedConfig, kind: Kind, num_outputs: int, rates: dict[s
             continue
         found = [attribute for attribute in _DROPOUTS[name] if hasattr(config, attribute)]
         if not found:
-            raise ValueError(f"{name} is {rate!r}, but a {config.model_type} encoder has no such rate; allowed: null")
+            raise ValueError(f"{name} must be null, because a {config.model_type} encoder has no such rate, got {rate!r}")
         setattr(config, found[0], rate)
     # runs are fp32 whatever the file is stored in; autocast decides what is computed in bf16
     config.dtype = torch.float32
@@ -149,7 +153,7 @@ def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention:
         model = _auto_class(kind).from_pretrained(where, config=config, dtype=torch.float32, **options)
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"encoder is {where!r}, whose weights cannot be loaded: {reason}") from None
+        raise ValueError(f"the weights of encoder {where!r} cannot be loaded: {reason}") from None
     return bayesianize(model, **attention_options(attention))
 
 
@@ -161,7 +165,7 @@ def load_encoder(model: PreTrainedModel, weights: dict[str, Tensor], where: str)
     wrong = sorted(name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape)
     if missing or wrong:
         raise ValueError(
-            f"the weights in {where} do not fit their config: {missing[:4]} missing, {wrong[:4]} of another size"
+            f"the weights in {where} do not match their config: {missing[:4]} missing, {wrong[:4]} of another size"
         )
     encoder.load_state_dict({name: weights[name] for name in own})
 
@@ -174,7 +178,7 @@ def find_packed(where: str) -> Path | None:
 
 
 def packed_weights(path: Path) -> dict[str, Tensor]:
-    """Decompress weights: into the folder that BAYESATTN_CACHE names, once, or into memory, once a process."""
+    """Decompress weights: into the folder that BAYESATTN_CACHE names, once, or into memory, once per process."""
     cache = os.environ.get(CACHE_VARIABLE)
     return _read_packed(path, path.stat().st_mtime_ns, Path(cache) if cache else None)
 
@@ -191,3 +195,25 @@ def _read_packed(path: Path, modified: int, cache: Path | None) -> dict[str, Ten
 
 def _auto_class(kind: Kind) -> Any:
     return AutoModelForQuestionAnswering if kind == "spans" else AutoModelForSequenceClassification
+
+
+@contextmanager
+def unpacked(encoder: str) -> Iterator[None]:
+    """Decompress a packed encoder once for all processes that are started in this scope; other encoders need nothing.
+
+    Args:
+        encoder: From `find_encoder`.
+    """
+    packed = find_packed(encoder)
+    if packed is None or os.environ.get(CACHE_VARIABLE):
+        if packed is not None:
+            packed_weights(packed)
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE_VARIABLE] = folder
+        try:
+            packed_weights(packed)
+            yield
+        finally:
+            del os.environ[CACHE_VARIABLE]

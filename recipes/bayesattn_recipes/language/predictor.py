@@ -1,4 +1,4 @@
-"""Ask a fine-tuned encoder for M predictions.
+"""M predictions of a fine-tuned encoder.
 
 Methods: `mean` draws nothing, `attention` draws attention weights, `dropout` draws dropout masks (of a soft model, those on
 its attention weights included), `attention+dropout` both, and `post-hoc` draws attention weights of a model trained
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bayesattn.config import AttentionConfig
-from bayesattn.doubt import tune_noise
-from bayesattn.evaluation.runs import Predictions, SplitPredictions
-from bayesattn.nn import BayesianModule
+from bayesattn.doubt import Uncertainty, tune_noise, uncertainty
+from bayesattn.evaluation.runs import DoubtfulExamples, Predictions, SplitPredictions
 from bayesattn.prediction import predict
+from bayesattn_recipes.common.doubt import most_doubtful, with_noise
 from bayesattn_recipes.common.prediction import drawing_methods
 from bayesattn_recipes.common.runs import choose_methods
 from bayesattn_recipes.language import metrics, spans, squad
@@ -29,14 +28,14 @@ from bayesattn_recipes.language.tasks import Task, find_task
 from bayesattn_recipes.language.train import LanguageConfig
 
 BATCH_SIZE = 64
-# where nothing is drawn a GPU is asked about as many texts at once as it otherwise gets with their draws
+# without draws a GPU gets as many texts at once as it otherwise gets texts times draws
 MEAN_BATCH_SIZE = {"cuda": 512, "cpu": BATCH_SIZE}
 # tokens per forward pass, draws included: bounds the memory of the activations
 TOKENS_PER_PASS = {"cuda": 2**18, "cpu": 2**13}
 # draws behind every candidate of `tune_noise`
 TUNING_SAMPLES = 10
 
-# by split and method, one record a question
+# by split and method, one record per question
 Answers = dict[str, dict[str, list[dict[str, Any]]]]
 
 
@@ -45,14 +44,14 @@ def available_methods(config: LanguageConfig, model: PreTrainedModel) -> list[st
     has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0.0 for module in model.modules())
     found = drawing_methods(is_stochastic=config.attention.is_stochastic, drops=has_dropout)
     is_classifier = find_task(config.task).kind == "classification"
-    # noise after the fact takes the place of a softmax, which a rival has taken already
+    # post-hoc noise replaces a softmax, which a rival has replaced already
     is_soft = is_classifier and not config.attention.is_stochastic and not config.attention.is_rival
     return [*found, *(["post-hoc"] if is_soft else [])]
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model with all that is needed to predict splits with it.
+    """A model and everything needed for predictions.
 
     Attributes:
         model: In eval mode.
@@ -109,11 +108,7 @@ class Predictor:
         if method != "post-hoc":
             yield
             return
-        parts = [module for module in self.model.modules() if isinstance(module, BayesianModule)]
-        before = [part.config for part in parts]
-        try:
-            for part in parts:
-                part.config = AttentionConfig("BAM-NOKL")
+        with with_noise(self.model):
             batches = [batch for _, batch in self._batches(validation, method, with_labels=True)]
             longest = max(batch["input_ids"].numel() for batch in batches)
             with self._autocast():
@@ -122,9 +117,6 @@ class Predictor:
                     chunk_size=min(self._draws_per_pass(longest), TUNING_SAMPLES), batch_dims=0, quiet=True,
                 )  # fmt: skip
             yield
-        finally:
-            for part, config in zip(parts, before):
-                part.config = config
 
     def _batches(
         self, split: Split, method: str, *, with_labels: bool = False
@@ -157,6 +149,25 @@ class Predictor:
             values = outputs if self.task.kind == "regression" else torch.softmax(outputs, dim=-1)
             samples[:, indices] = values.cpu()
         return samples
+
+    def doubtful_examples(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> DoubtfulExamples | None:
+        """Return the texts about which a classifier has most doubt in closed form; None where there is no closed form."""
+        if self.task.kind != "classification" or self.config.attention.is_rival:
+            return None
+
+        def ask(places: Sequence[int]) -> Uncertainty:
+            batch = self.collator([split.rows[i] for i in places])
+            wanted = ("input_ids", "token_type_ids", "attention_mask")
+            with self._autocast():
+                return uncertainty(self.model, {name: batch[name].to(self.model.device) for name in wanted if name in batch})
+
+        with with_noise(self.model):
+            places, found = most_doubtful(ask, bucketed(split.rows, BATCH_SIZE))
+        if found.by_token is None:
+            # an encoder whose layers see sequences of different lengths
+            return None
+        words = [tokenizer.convert_ids_to_tokens(split.rows[i]["input_ids"]) for i in places.tolist()]
+        return DoubtfulExamples.from_uncertainty(places, found, words)
 
     def answers(self, split: Split, method: str, num_samples: int, seed: int) -> list[spans.Answer]:
         """Return the distribution over answers of every question."""
@@ -196,13 +207,13 @@ def _span_scores(result: Any) -> Tensor:
 
 
 def _record(question: squad.Question, found: spans.Answer) -> dict[str, Any]:
-    """Return what EM and F1 need to know of an answer, and what a reader wants to see of it.
+    """Return the fields of an answer for EM and F1, and for a reader.
 
     `answer` is the best span, whatever the probability of "no answer"; `confidence` and `is_right` are of the most probable
     answer, which "no answer" may be.
     """
     text = found.texts[0]
-    # "another answer" cannot be given, however much of the mass it has
+    # "another answer" cannot be given, however probable it is
     confidence, given = found.probabilities.mean(dim=0)[:-1].max(dim=0)
     return {
         "id": question.id,

@@ -1,4 +1,4 @@
-"""A task made ready for a model: its splits as token ids with labels, whatever its kind."""
+"""A task prepared for a model: its splits as token ids with labels, for every kind of task."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from bayesattn_recipes.language.tasks import Task, find_task
 
 @dataclass(frozen=True)
 class Split:
-    """One split as the model reads it.
+    """One tokenized split.
 
     Attributes:
         rows: Token ids and labels; one row per example, or per window of a question.
@@ -38,16 +38,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task, tokenised.
+    """A task, tokenized.
 
     Attributes:
         task: The task.
         encoder: Where the encoder is (`find_encoder`).
         tokenizer: Its tokenizer.
         splits: `train`, `validation` and `test`.
-        sources: The same before tokenisation, for shifts.
+        sources: The same before tokenization, for shifts.
         class_names: One per class.
-        note: How the splits came about where they are not the official ones.
+        note: How the splits were made where they are not the official ones.
         skipped: Rows of a broken file that were left out.
     """
 
@@ -70,7 +70,7 @@ class Prepared:
 def prepare(
     task_name: str, encoder: str, max_length: int, train_size: int | None, source: str, data: Path | None
 ) -> Prepared:
-    """Read and tokenise a task; cached, because the runs of a table share it.
+    """Read and tokenize a task; cached, because the runs of a table share it.
 
     Args:
         task_name: The task.
@@ -102,7 +102,7 @@ def _sources(task: Task, source: str, data: Path | None) -> tuple[dict[str, Sequ
 
 
 def make_split(task: Task, tokenizer: PreTrainedTokenizerBase, entries: Sequence[Any], max_length: int) -> Split:
-    """Tokenise examples or questions."""
+    """Tokenize examples or questions."""
     if task.kind == "spans":
         windows = squad.windows(tokenizer, entries, max_length)
         return Split([window.row for window in windows], questions=list(entries), windows=windows)

@@ -1,22 +1,22 @@
-"""The paper's table on what is at hand: every task, variant and seed, soft and Bayesian attention from the same encoder.
+"""The paper's table on the available data: every task, variant and seed, soft and Bayesian attention from the same encoder.
 
-What is to be run is in `plan.py`. A cell (task, row, seed) that is finished is not repeated. Runs are
-written without their parameters (an encoder's are 130 MB); what was predicted is kept, so `bayesattn report` works on them.
-The tables and figures need less: the cells, and of every run the means over its draws, in its folder `means`.
+One training run serves several rows: a model trained with soft attention is also predicted with MC dropout and with noise
+tuned afterwards, and three of them make an ensemble. Runs are written without their parameters (an encoder's are 130 MB);
+the predictions are kept, so `bayesattn report` works on them. The tables and figures need less: the cells, and of every
+run the means over its draws, in its folder `means`.
 """
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from bayesattn.cli.progress import show_runs
 from bayesattn.evaluation.runs import (
     Predictions,
     RunError,
@@ -29,17 +29,43 @@ from bayesattn.evaluation.runs import (
     write_run,
 )
 from bayesattn_recipes import LANGUAGE
-from bayesattn_recipes.common.tables import choose, read_cell, write_cell
+from bayesattn_recipes.common import parallel
+from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, RUNS_FOLDER, Runs, cell_path, deadline_after, run_missing
+from bayesattn_recipes.common.tables import Cells, choose, read_cell, write_cell
 from bayesattn_recipes.language.measure import measure_run, write_answers
-from bayesattn_recipes.language.plan import NUM_SAMPLES, ROWS, Job, Plan, in_order, make_plan, members
+from bayesattn_recipes.language.model import unpacked
 from bayesattn_recipes.language.predictor import Predictor
-from bayesattn_recipes.language.prepare import Prepared, Split
+from bayesattn_recipes.language.prepare import Prepared, Split, make_split
+from bayesattn_recipes.language.shifts import shifted_splits
 from bayesattn_recipes.language.table import MEANS_FOLDER, Cell, write_tables
-from bayesattn_recipes.language.tasks import TASKS
-from bayesattn_recipes.language.train import make_collator, train_model, write_record
-from bayesattn_recipes.language.work import run_all, unpacked, warm_up
+from bayesattn_recipes.language.tasks import TASKS, find_task
+from bayesattn_recipes.language.train import (
+    LanguageConfig,
+    load_config,
+    make_collator,
+    prepare_run,
+    train_model,
+    write_record,
+)
 
-FAILURES_FOLDER = "failures"
+NUM_SAMPLES = 20
+ENSEMBLE_SIZE = 3
+
+# row of the table: variant it is trained with, how it is drawn (None: not at all)
+ROWS: dict[str, tuple[str, str | None]] = {
+    "soft": ("soft", None),
+    "dropout": ("soft", "dropout"),
+    "post-hoc": ("soft", "post-hoc"),
+    "ensemble": ("soft", "ensemble"),
+    "BAM-NOKL": ("BAM-NOKL", "attention"),
+    "BAM-LF": ("BAM-LF", "attention"),
+    "BAM-LC": ("BAM-LC", "attention"),
+    "BAM-WF": ("BAM-WF", "attention"),
+    "BAM-WC": ("BAM-WC", "attention"),
+    "BAM-WC+dropout": ("BAM-WC", "attention+dropout"),
+}
+# rows that a kind of task cannot have: tuning needs class labels, and members of an ensemble differ in their candidates
+_NOT_FOR = {"regression": ("post-hoc",), "spans": ("post-hoc", "ensemble")}
 
 
 def reproduce(
@@ -66,7 +92,7 @@ def reproduce(
         out: Where runs, cells and tables go.
         console: For progress.
         jobs: Runs at the same time, each in a process of its own. One run leaves a GPU mostly waiting for the host.
-        minutes: No run begins later than this; the tables are of what is finished, and the same call goes on later.
+        minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
         settings: `name=value`, on top of every config.
         noise: Strengths of the shifted test sets; none by default, because they multiply the time of evaluation.
 
@@ -76,82 +102,155 @@ def reproduce(
     Raises:
         RunError: Some runs failed. The others are in the tables, and the tracebacks in the folder `failures`.
     """
-    names, rows = _chosen(names, variants)
+    known = LANGUAGE.config_names
+    names = choose("tasks", names, known, [name for name in known if name in TASKS and name != "own"])
+    rows = choose("variants", variants, list(ROWS))
     settings = [*_precision(settings), *settings]
     if jobs > 1:
-        warm_up()
-    plans = {name: make_plan(name, rows, num_seeds, settings, data, noise, out) for name in names}
-    # reads and tokenises the data now, once for all runs: a missing file must not show after hours
-    todo = in_order(plans.values())
-    ready = {name: plans[name].prepare() for name in dict.fromkeys(job.name for job in todo)}
-    work = {job.folder.name: (job, *ready[job.name]) for job in todo}
+        parallel.warm_up([__name__])
+    plans = [plan_runs(LanguageRuns(load_config(name, settings), data, noise), name, rows, num_seeds) for name in names]
     with ExitStack() as stack:
-        for encoder in sorted({prepared.encoder for _, prepared, _ in work.values()}):
-            stack.enter_context(unpacked(encoder))
-        display = stack.enter_context(show_runs(console, len(work)))
-        begun, ended = itertools.count(), itertools.count(1)
-        outcome = run_all(
-            run_job, work, num_processes=jobs, minutes=minutes,
-            on_begin=lambda name: display.begin(name, next(begun)), on_end=lambda name: display.advance(next(ended)),
-        )  # fmt: skip
-    outcome.write_failures(out / FAILURES_FOLDER)
-    cells = [cell for plan in plans.values() for cell in finished_cells(plan)]
+
+        def prepare(missing: Sequence[Runs[LanguageRuns]]) -> None:
+            # data are read and tokenized now, once for all runs: a missing file must not be found after hours
+            for encoder in sorted({plan.work.prepared[0].encoder for plan in missing}):
+                stack.enter_context(unpacked(encoder))
+
+        outcome = run_missing(plans, out, deadline=deadline_after(minutes), console=console, jobs=jobs, on_missing=prepare)
+    cells = [cell for plan in plans for cell in finished_rows(plan, rows, num_seeds, out)]
     if not cells:
         raise RunError(f"no run has finished: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
-    table = write_tables(out, cells, {name: plan.task for name, plan in plans.items()}, console)
+    table = write_tables(out, cells, {plan.dataset: plan.work.config.task for plan in plans}, console)
     if outcome.failures:
         raise RunError(f"{table} is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
     if outcome.left:
-        console.print(f"{outcome.reasons()}: the time was over; the same command goes on with them")
+        console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
     return table
 
 
-def _chosen(names: Sequence[str] | None, variants: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    known = LANGUAGE.config_names
-    names = choose("tasks", names, known, [name for name in known if name in TASKS and name != "own"])
-    return names, choose("variants", variants, list(ROWS))
-
-
 def _precision(settings: Sequence[str]) -> list[str]:
-    """Train in bf16 on a GPU unless something else was asked for."""
+    """Train in bf16 on a GPU unless another precision is set."""
     is_set = any(setting.startswith("training.precision=") for setting in settings)
     return ["training.precision=bf16"] if torch.cuda.is_available() and not is_set else []
 
 
-def finished_cells(plan: Plan) -> list[Cell]:
-    """Return the cells whose runs are finished."""
-    found = [read_row(plan, row, seed) for row in plan.rows for seed in plan.seeds(row)]
-    return [cell for cell in found if cell is not None]
+def possible_rows(kind: str, rows: Sequence[str]) -> list[str]:
+    """Return the rows that a kind of task can have."""
+    return [row for row in rows if row not in _NOT_FOR.get(kind, ())]
 
 
-def read_row(plan: Plan, row: str, seed: int) -> Cell | None:
-    """Return one cell: its measures without draws, and with them where the row has any; None if something is missing."""
-    variant, method = ROWS[row]
-    job = plan.job(variant, seed)
-    folder = job.folder if method != "ensemble" else plan.out / "runs" / f"{plan.name}-ensemble-{seed}"
-    plain = job.read("mean")
-    drawn = None
-    if method is not None:
-        drawn = _ensemble(plan, seed, folder) if method == "ensemble" else job.read(method)
-    if plain is None or (method is not None and drawn is None):
+def row_seeds(row: str, num_seeds: int) -> range:
+    """Return the seeds of a row: five runs make three ensembles of three that follow one another."""
+    return range(num_seeds if row != "ensemble" else max(num_seeds - ENSEMBLE_SIZE + 1, 1))
+
+
+def members(seed: int) -> list[int]:
+    """Return the seeds of an ensemble's members."""
+    return list(range(seed, seed + ENSEMBLE_SIZE))
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageRuns:
+    """The runs of one config.
+
+    Attributes:
+        config: Its settings but for variant and seed.
+        data: The data folder.
+        noise: Strengths of the shifted test sets.
+    """
+
+    config: LanguageConfig
+    data: Path | None
+    noise: tuple[float, ...]
+
+    def config_of(self, variant: str, seed: int) -> LanguageConfig:
+        """Return the config of a run."""
+        attention = dataclasses.replace(self.config.attention, variant=variant)
+        return dataclasses.replace(self.config, attention=attention, seed=seed)
+
+    def methods(self, variant: str) -> list[str]:
+        """Return how the models of a variant are predicted: without draws, and in every way that a row needs."""
+        possible = possible_rows(find_task(self.config.task).kind, list(ROWS))
+        drawn = [method for trained, method in map(ROWS.__getitem__, possible) if trained == variant]
+        return ["mean", *(method for method in drawn if method not in (None, "ensemble"))]
+
+    @cached_property
+    def prepared(self) -> tuple[Prepared, dict[str, Split]]:
+        """The data of all runs: validation, test and shifted test sets."""
+        prepared = prepare_run(self.config, self.data)
+        shifted = shifted_splits(prepared.task, prepared.sources["test"], self.noise, self.data)
+        splits = {name: prepared.splits[name] for name in ("validation", "test")} | {
+            name: make_split(prepared.task, prepared.tokenizer, found, self.config.max_length)
+            for name, found in shifted.items()
+        }
+        return prepared, splits
+
+    def identity(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return everything that the numbers of a run depend on."""
+        config = dataclasses.asdict(self.config_of(variant, seed))
+        return {"config": config, "noise": list(self.noise), "num_samples": NUM_SAMPLES}
+
+    def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
+        """Train, predict, measure; write the run without its parameters and return its measures by method."""
+        (prepared, splits), config, start = self.prepared, self.config_of(variant, seed), time.perf_counter()
+        fitted = train_model(config, self.data, on_progress, prepared=prepared)
+        trained = time.perf_counter()
+        collator = make_collator(config, prepared.tokenizer)
+        predictor = Predictor(fitted.model, prepared.task, config, collator, prepared.class_names)
+        predictions, answers = predictor.predict(splits, methods=self.methods(variant), num_samples=NUM_SAMPLES)
+        make_run_folder(folder, overwrite=True)
+        write_log(folder, fitted.log.rows)
+        _write_predictions(folder, predictions)
+        if answers:
+            write_answers(folder, answers)
+        write_record(folder, config, fitted, self.data)
+        times = {"train_seconds": trained - start, "evaluate_seconds": time.perf_counter() - trained}
+        return {"methods": _values(folder), "times": times, "last_row": fitted.log.rows[-1]}
+
+
+def plan_runs(work: LanguageRuns, name: str, rows: Sequence[str], num_seeds: int) -> Runs[LanguageRuns]:
+    """Return the runs that the rows of a config need; rows of one trained variant share its runs."""
+    counts: dict[str, int] = {}
+    for row in possible_rows(find_task(work.config.task).kind, rows):
+        variant = ROWS[row][0]
+        last = members(row_seeds(row, num_seeds)[-1])[-1] + 1 if row == "ensemble" else num_seeds
+        counts[variant] = max(counts.get(variant, 0), last)
+    return Runs(name, work, counts)
+
+
+def finished_rows(plan: Runs[LanguageRuns], rows: Sequence[str], num_seeds: int, out: Path) -> list[Cell]:
+    """Return what the tables show of every row and seed whose runs are finished."""
+    found, cells = plan.read(out), []
+    for row in possible_rows(find_task(plan.work.config.task).kind, rows):
+        variant, method = ROWS[row]
+        for seed in row_seeds(row, num_seeds):
+            if seed not in found.get(variant, {}):
+                continue
+            run, measured = out / RUNS_FOLDER / f"{plan.dataset}-{variant}-{seed}", found[variant][seed]["methods"]
+            if method == "ensemble":
+                folder, drawn = out / RUNS_FOLDER / f"{plan.dataset}-ensemble-{seed}", _ensemble(plan, found, seed, out)
+                if drawn is None:
+                    continue
+            else:
+                folder, drawn = run, None if method is None else measured[method]
+            cells.append({
+                "name": plan.dataset, "row": row, "seed": seed, "plain": measured["mean"], "drawn": drawn,
+                "folder": folder, "method": method or "mean", "run": read_run(run),
+            })  # fmt: skip
+    return cells
+
+
+def _ensemble(plan: Runs[LanguageRuns], found: Cells, seed: int, out: Path) -> dict[str, Any] | None:
+    """Average the predictions of the members, each of which counts as one draw; None where one is missing."""
+    if any(member not in found["soft"] for member in members(seed)):
         return None
-    return {
-        "name": plan.name, "row": row, "seed": seed, "plain": plain, "drawn": drawn, "folder": folder,
-        "method": method or "mean", "run": read_run(job.folder),
-    }  # fmt: skip
-
-
-def _ensemble(plan: Plan, seed: int, folder: Path) -> dict[str, Any] | None:
-    """Average the predictions of the members, each of which counts as one draw."""
-    jobs = [plan.job("soft", member) for member in members(seed)]
-    if any(job.read("mean") is None for job in jobs):
-        return None
-    identity = {**jobs[0].identity, "ensemble": members(seed)}
-    path = plan.out / "cells" / f"{plan.name}-ensemble-{seed}.json"
-    found = read_cell(path, identity)
-    if found is not None:
-        return found
-    parts = [read_predictions(job.folder / MEANS_FOLDER) for job in jobs]
+    identity = {**plan.work.identity("soft", seed), "ensemble": members(seed)}
+    path = cell_path(out, f"{plan.dataset}-ensemble-{seed}")
+    known = read_cell(path, identity)
+    if known is not None:
+        return known
+    runs = [out / RUNS_FOLDER / f"{plan.dataset}-soft-{member}" for member in members(seed)]
+    parts = [read_predictions(run / MEANS_FOLDER) for run in runs]
     splits = {
         split: SplitPredictions(
             {"ensemble": torch.cat([part.splits[split].samples["mean"] for part in parts])},
@@ -159,34 +258,14 @@ def _ensemble(plan: Plan, seed: int, folder: Path) -> dict[str, Any] | None:
         )
         for split in parts[0].splits
     }
+    folder = out / RUNS_FOLDER / f"{plan.dataset}-ensemble-{seed}"
     make_run_folder(folder, overwrite=True)
     _write_predictions(folder, Predictions(splits, parts[0].class_names, ["ensemble"], seed=0))
-    run = read_run(jobs[0].folder)
+    run = read_run(runs[0])
     write_run(folder, recipe=run["recipe"], variant="ensemble", config=run["config"], seed=seed, members=members(seed))
-    values = _values(measure_run(folder, num_resamples=0), "ensemble")
+    values = _values(folder)["ensemble"]
     write_cell(path, identity, values)
     return values
-
-
-def run_job(job: Job, prepared: Prepared, splits: dict[str, Split]) -> None:
-    """Train, predict, measure; write the run without its parameters, then its cells."""
-    start = time.perf_counter()
-    fitted = train_model(job.config, job.data, prepared=prepared)
-    trained = time.perf_counter()
-    collator = make_collator(job.config, prepared.tokenizer)
-    predictor = Predictor(fitted.model, prepared.task, job.config, collator, prepared.class_names)
-    predictions, answers = predictor.predict(splits, methods=job.methods, num_samples=NUM_SAMPLES)
-    make_run_folder(job.folder, overwrite=True)
-    write_log(job.folder, fitted.log.rows)
-    _write_predictions(job.folder, predictions)
-    if answers:
-        write_answers(job.folder, answers)
-    write_record(job.folder, job.config, fitted, job.data)
-    measured = measure_run(job.folder, num_resamples=0)
-    times = {"train_seconds": trained - start, "evaluate_seconds": time.perf_counter() - trained}
-    for method in job.methods:
-        values = {**_values(measured, method), "times": times, "last_row": fitted.log.rows[-1]}
-        write_cell(job.cell_path(method), job.identity, values)
 
 
 def _write_predictions(folder: Path, predictions: Predictions) -> None:
@@ -199,6 +278,15 @@ def _write_predictions(folder: Path, predictions: Predictions) -> None:
     write_predictions(folder / MEANS_FOLDER, dataclasses.replace(predictions, splits=splits))
 
 
-def _values(measured: dict[str, Any], method: str) -> dict[str, Any]:
-    splits = measured["methods"][method]["splits"]
-    return {"splits": {name: {key: m["value"] for key, m in split["metrics"].items()} for name, split in splits.items()}}
+def _values(folder: Path) -> dict[str, dict[str, Any]]:
+    """Measure a run and return its numbers, by method and split."""
+    measured = measure_run(folder, num_resamples=0)["methods"]
+    return {
+        method: {
+            "splits": {
+                name: {key: metric["value"] for key, metric in split["metrics"].items()}
+                for name, split in found["splits"].items()
+            }
+        }
+        for method, found in measured.items()
+    }

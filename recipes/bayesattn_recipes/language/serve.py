@@ -4,14 +4,16 @@
     model = serve.load("runs/mrpc")
     print(model("He bought the firm.", "The firm was bought by him.").label)
 
-The p-value says whether the draws agree on the answer, the probability how sure they are on average. An answer is trusted by
+`bayesattn predict` is the same on the command line (`bayesattn/cli/predict.py`).
+
+The p-value says whether the draws agree on the answer, and the probability is their average confidence. An answer is trusted
+by
 its probability, with a threshold that `bayesattn evaluate` chose on the validation split (`trust.py`). The run folder is all
 that is needed. With the same seed the same inputs get the same answers.
 """
 
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,7 @@ from bayesattn_recipes.language.prepare import Split
 from bayesattn_recipes.language.train import LoadedRun, load_run, make_collator
 from bayesattn_recipes.language.trust import read_rule
 
-BATCH_SIZE = 32
 NUM_SAMPLES = 20
-
-# one input and what to call it in a message, such as "line 3"
-Line = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Served:
         label: The class, the score of a regression as text, or the answer of a question ("" for none).
         probability: Of the class or answer, averaged over the draws; None for a score.
         p_value: Of a paired t-test that it is more probable than the runner-up; None for a score, and without draws.
-        trust: Whether the probability reaches the threshold of the run; None where it has none (`Classifier.about_trust`).
+        trust: Whether the probability reaches the threshold of the run; None where it has none (`Classifier.note`).
         probabilities: Of every class; None for a score.
         deviation: Standard deviation of a score over the draws; None otherwise.
         truncated: Whether the text was longer than the model reads, and lost its end.
@@ -60,6 +58,21 @@ class Served:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        parts = [self.label or "(no answer)"]
+        if self.probability is not None:
+            parts.append(f"probability {self.probability:.3f}")
+        if self.deviation is not None:
+            parts.append(f"± {self.deviation:.3f}")
+        if self.p_value is not None:
+            parts.append(f"p-value {self.p_value:.2g}")
+        if self.trust is not None:
+            parts.append("trust" if self.trust else "do not trust")
+        if self.truncated:
+            parts.append("(text was too long: its end was not read)")
+        return "  ".join(parts)
 
 
 class Classifier:
@@ -88,7 +101,7 @@ class Classifier:
         return self.run.num_texts
 
     @property
-    def about_trust(self) -> str:
+    def note(self) -> str:
         """What `trust` of the answers means, or why there is none."""
         again = f"run `bayesattn evaluate {self.run.folder} --method {self.method}"
         if self.run.task.kind == "regression":
@@ -130,8 +143,8 @@ class Classifier:
         """Raise a ValueError that begins with `where` if these texts cannot be answered for."""
         if len(texts) != self.num_texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(
-                f"{where} is {texts!r}; allowed for task {self.run.task.name!r}: {self.num_texts} "
-                f"{'text that is' if self.num_texts == 1 else 'texts that are'} not empty"
+                f"{where} must be {self.num_texts} {'text that is' if self.num_texts == 1 else 'texts that are'} not empty "
+                f"for task {self.run.task.name!r}, got {texts!r}"
             )
 
     def _answer_questions(self, inputs: Sequence[tuple[str, ...]]) -> list[Served]:
@@ -140,7 +153,7 @@ class Classifier:
         split = Split([window.row for window in windows], questions=questions, windows=windows)
         found = self.predictor.answers(split, self.method, self.num_samples, self.seed)
         samples = torch.stack([answer.probabilities for answer in found], dim=1)
-        # "another answer" is no answer to give
+        # "another answer" cannot be given
         return self._classes(samples[:, :, :-1], [answer.texts for answer in found], [False] * len(inputs))
 
     def _classes(self, samples: Tensor, names: list[list[str]], truncated: list[bool]) -> list[Served]:
@@ -165,53 +178,3 @@ class Classifier:
 def load(folder: str | Path, **options: Any) -> Classifier:
     """Read a run folder for serving; `options` are those of `Classifier`."""
     return Classifier(load_run(Path(folder)), **options)
-
-
-def read_lines(lines: Iterable[str], *, is_json: bool) -> Iterator[Line]:
-    """Read inputs, one a line: JSON objects with `text` and perhaps `second`, or plain text, a tab before the second.
-
-    Raises:
-        ValueError: A line cannot be read; the message has its number.
-    """
-    for number, line in enumerate(lines, start=1):
-        line = line.rstrip("\r\n")
-        if not line.strip():
-            continue
-        yield f"line {number}", _parse_json(line, number) if is_json else tuple(line.split("\t"))
-
-
-def _parse_json(line: str, number: int) -> tuple[str, ...]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number}: not JSON ({error.msg})") from None
-    except RecursionError:
-        raise ValueError(f"line {number}: nested too deeply") from None
-    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or set(entry) - {"text", "second"}:
-        raise ValueError(f'line {number} is {line!r}; allowed: {{"text": "…"}} or {{"text": "…", "second": "…"}}')
-    return (entry["text"], entry["second"]) if "second" in entry else (entry["text"],)
-
-
-def answer_lines(model: Classifier, lines: Iterable[Line]) -> Iterator[Served]:
-    """Answer line by line, each before the next is read: whoever writes them may wait for the answer.
-
-    Raises:
-        ValueError: As `Classifier.answer`; the message has the line, and the lines before it have been answered.
-    """
-    for where, texts in lines:
-        model.check(texts, where)
-        yield model(*texts)
-
-
-def answer_file(model: Classifier, lines: Iterable[Line]) -> Iterator[Served]:
-    """Answer for all lines, a batch at a time, in order.
-
-    Raises:
-        ValueError: As `Classifier.answer`; the message has the line, and nothing has been answered.
-    """
-    inputs = []
-    for where, texts in lines:
-        model.check(texts, where)
-        inputs.append(texts)
-    for start in range(0, len(inputs), BATCH_SIZE):
-        yield from model.answer(inputs[start : start + BATCH_SIZE])

@@ -1,7 +1,7 @@
 """Test sets that differ from the training data: noisy characters, noisy words, a related task, foreign text.
 
 Strength 1 changes one in ten characters, or one in five words. Each text has its own generator, seeded by the text: the same
-text is always changed the same way, whatever stands around it.
+text is always changed the same way, wherever it occurs.
 """
 
 import random
@@ -21,13 +21,13 @@ from bayesattn_recipes.language.tasks import TASKS, Task
 CHARACTER_RATE = 0.1
 WORD_RATE = 0.2
 
-# task: another one with the same question in other words, whose labels mean the same
+# task: a related one, whose labels mean the same
 RELATED = {"mrpc": "qqp", "qqp": "mrpc", "rte": "mnli", "qnli": "rte"}
-# labels of the related task that have a counterpart, by class: RTE and QNLI only ask whether it is entailment
+# labels of the related task that have a counterpart, by class: RTE and QNLI only distinguish entailment
 _CLASSES = {("rte", "mnli"): {0: 0, 1: 1, 2: 1}}
-# task: one whose sentences it was never meant for; there is no right answer
+# task: one with foreign sentences, for which there is no right answer
 FOREIGN = {"sst2": "cola", "cola": "sst2"}
-# reviews of the user's, to be told apart by sentiment like SST-2's sentences
+# reviews labeled by sentiment, like SST-2's sentences
 REVIEWS_FILE = "reviews.tsv"
 
 
@@ -65,12 +65,12 @@ def _changed(text: str, parts: list[str], glue: str, rate: float, replacement: C
 
 
 def noisy(entries: Sequence[Any], kind: str, strength: float) -> list[Any]:
-    """Change every text of a split; of a question only itself, because its answer has to stay where it is.
+    """Change every text of a split; of a question only its own text, because the answer's position must not change.
 
     Args:
         entries: Examples or questions.
         kind: `characters` or `words`.
-        strength: See the module's text.
+        strength: See the top of this file.
     """
     words = sorted({word for entry in entries for text in _changeable(entry) for word in text.split()})
 
@@ -97,7 +97,7 @@ def shifted_splits(task: Task, test: Sequence[Any], noise: Sequence[float], data
     strengths = [strength for strength in noise if strength != 0.0]
     for strength in noise:
         if not 0.0 <= strength <= 5.0:
-            raise ValueError(f"noise is {strength!r}; allowed: 0 to 5")
+            raise ValueError(f"noise must be from 0 to 5, got {strength!r}")
     if not strengths:
         return {}
     splits = {

@@ -25,7 +25,7 @@ NUM_CANDIDATES = 5
 
 @dataclass(frozen=True)
 class WindowScores:
-    """What a window says in every draw.
+    """The scores of a window in every draw.
 
     Attributes:
         log_total: ln Σ exp(start + end) over its spans.
@@ -62,11 +62,11 @@ def score_windows(
     lasts = torch.nn.functional.pad(end.float().masked_fill(~allowed, -torch.inf), (0, longest - 1), value=-torch.inf)
     # [s, b, first token, length − 1 of the answer]
     scores = (firsts.unsqueeze(3) + lasts.unfold(2, longest, 1)).flatten(2)
-    # a mean over −inf stays −inf: forbidden spans never win
+    # a mean over −inf stays −inf: invalid spans are never the best
     mean, best = scores.mean(dim=0).topk(min(NUM_CANDIDATES, scores.shape[2]), dim=1)
     first = best // longest
     spans = torch.stack([first, first + best % longest], dim=2)
-    # no paragraph begins at token 0: a window with fewer spans than candidates says so by it
+    # no paragraph begins at token 0, which marks missing spans in a window with fewer spans than candidates
     spans = spans.masked_fill(mean.isneginf().unsqueeze(2), 0).cpu()
     chosen = scores.gather(2, best.expand(len(scores), -1, -1)).cpu()
     log_total, null = scores.logsumexp(dim=2).cpu(), null.cpu()
@@ -142,7 +142,7 @@ def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *,
 
 
 def exchange(samples: Float[Tensor, "s n c"], own: Int[Tensor, " n"], common: Int[Tensor, " n"]) -> Float[Tensor, "s n c"]:
-    """Rename the classes of every question so that its right one is `common` instead of `own`: both columns change places.
+    """Swap two classes of every question so that the right one is `common` instead of `own`.
 
     Two ways to predict rank the answers of a question differently, so the right one is another class in each; their
     predictions share one list of labels.

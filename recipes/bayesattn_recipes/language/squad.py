@@ -30,7 +30,7 @@ class Question:
         id: SQuAD's.
         question: Its text.
         context: The paragraph.
-        answers: The right answers (text, first character); none where the paragraph does not say.
+        answers: The right answers (text, first character); none where the paragraph has none.
         title: The article.
     """
 
@@ -47,9 +47,9 @@ class Question:
 
 
 def load(task: Task, data: Path | None, source: str = "files") -> tuple[dict[str, list[Question]], str]:
-    """Return the splits of SQuAD and a note on how they came about.
+    """Return the splits of SQuAD and a note on how they were made.
 
-    With `train-v….json` at hand, test is the dev file and validation every twentieth article of the training file, else
+    With `train-v….json`, test is the dev file and validation every twentieth article of the training file, else
     the articles of the dev file are divided, in the order of the hashes of their titles.
 
     Args:
@@ -68,8 +68,8 @@ def load(task: Task, data: Path | None, source: str = "files") -> tuple[dict[str
     )
     if dev is None:
         raise ValueError(
-            f"data is {str(data)!r}, where dev-v{version}.json was not found; allowed: a folder with SQuAD's files, plain "
-            f"or as .xz, or with a folder squad of them; {SOURCES['squad']}"
+            f"dev-v{version}.json was not found in data {str(data)!r}. Give a folder with SQuAD's files, plain or as .xz, "
+            f"or with a folder squad of them. {SOURCES['squad']}"
         )
     questions = parse(*dev)
     if train is not None:
@@ -84,7 +84,7 @@ def load(task: Task, data: Path | None, source: str = "files") -> tuple[dict[str
 
 
 def from_rows(train: Iterable[Mapping[str, Any]], test: Iterable[Mapping[str, Any]]) -> dict[str, list[Question]]:
-    """Make the splits of rows as the hub has them: `id`, `title`, `context`, `question`, and `answers` as two lists.
+    """Make the splits from rows in the hub's layout: `id`, `title`, `context`, `question`, and `answers` as two lists.
 
     Args:
         train: Training rows; validation is held out of them, by article.
@@ -118,20 +118,20 @@ def _hold_out(train: list[Question], test: list[Question]) -> dict[str, list[Que
 def _checked(splits: dict[str, list[Question]]) -> dict[str, list[Question]]:
     empty = [name for name, questions in splits.items() if not questions]
     if empty:
-        raise ValueError(f"the articles leave the splits {empty} empty; allowed: files with more articles")
+        raise ValueError(f"the articles leave the splits {empty} empty. Give files with more articles")
     return splits
 
 
 def parse(text: str, where: str) -> list[Question]:
-    """Read SQuAD's JSON, checking that every answer stands where it says."""
+    """Read SQuAD's JSON, checking the position of every answer."""
     try:
         articles = json.loads(text)["data"]
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}, line {error.lineno}: not JSON ({error.msg})") from None
     except (KeyError, TypeError):
-        raise ValueError(f"{where} has no 'data'; allowed: SQuAD's JSON layout") from None
+        raise ValueError(f"{where} has no 'data', so it is not in SQuAD's JSON layout") from None
     except RecursionError:
-        raise ValueError(f"{where} is nested too deeply; allowed: SQuAD's JSON layout") from None
+        raise ValueError(f"{where} is nested too deeply, so it is not in SQuAD's JSON layout") from None
     questions = []
     try:
         for article in articles:
@@ -151,16 +151,16 @@ def _question(entry: dict[str, Any], context: str, title: str, where: str) -> Qu
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{where}, question {entry.get('id')!r}: {error} is missing or of a wrong kind") from None
     if not question.question.strip() or not context.strip():
-        raise ValueError(f"{where}, question {question.id!r}: question or context is empty; allowed: texts")
+        raise ValueError(f"{where}, question {question.id!r}: question and context must not be empty")
     for text, start in answers:
         if context[start : start + len(text)] != text:
-            raise ValueError(f"{where}, question {question.id!r}: the answer {text!r} does not stand at character {start}")
+            raise ValueError(f"{where}, question {question.id!r}: the answer {text!r} is not at character {start}")
     return question
 
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of a paragraph behind its question, as the model reads it.
+    """A question followed by a piece of its paragraph, tokenized.
 
     Attributes:
         row: Token ids and types, and while training `start_positions` and `end_positions`.
@@ -184,12 +184,12 @@ def windows(tokenizer: Any, questions: Sequence[Question], max_length: int) -> l
         encoded = tokenizer(question.question, question.context, return_offsets_mapping=True, verbose=False)
         parts = encoded.sequence_ids()
         if 1 not in parts:
-            raise ValueError(f"question {question.id!r} has a paragraph without a single token; allowed: a text")
+            raise ValueError(f"question {question.id!r} must have a paragraph with at least one token")
         first, last = parts.index(1), len(parts) - parts[::-1].index(1)
         room = max_length - first - (len(parts) - last)
         if room < MIN_ROOM:
             raise ValueError(
-                f"question {question.id!r} leaves {room} of {max_length} tokens to its text; allowed: at least {MIN_ROOM}"
+                f"question {question.id!r} must leave at least {MIN_ROOM} of {max_length} tokens for its text, got {room}"
             )
         # starts of the windows, up to the first that reaches the end
         starts = range(first, max(last - room, first + 1), room - min(STRIDE, room // 2))
@@ -222,5 +222,5 @@ def _token_span(text: str, first: int, offsets: list[tuple[int, int] | None]) ->
     begins, ends = offsets[inside[0]], offsets[inside[-1]]
     assert begins is not None
     assert ends is not None
-    # a piece of the answer is not the answer
+    # a part of the answer does not count
     return (inside[0], inside[-1]) if begins[0] <= first and ends[1] >= last else None

@@ -17,7 +17,7 @@ from bayesattn_recipes.language.tasks import PAPER_F1, Task, find_task
 
 TABLE_FILE = "table.md"
 CALIBRATION_FOLDER = "calibration"
-# beside the draws of a run, their means
+# means over the draws of a run
 MEANS_FOLDER = "means"
 # rows whose cells share runs: numbers that are not independent have no interval and no test
 SHARING_ROWS = ("ensemble",)
@@ -26,7 +26,7 @@ UNCERTAINTY = {
     "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1),
     "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
 }  # fmt: skip
-# of answers: how sure the model is of the one it gives
+# of answers: the confidence in the given one
 ANSWERS = {
     "answer_nll": ("NLL", 1.0, 3), "answer_ece": ("ECE %", 100.0, 1), "answer_aurc": ("AURC %", 100.0, 2),
 }  # fmt: skip
@@ -82,7 +82,7 @@ def section(name: str, task: Task, cells: Sequence[Cell]) -> str:
     )
     compared = [_column(_NAMES[metric], metric, 100.0, 2) for metric in task.metrics if metric in (main, "accuracy")]
     compared += [_column(form[0], m, *form[1:]) for m, form in extra.items() if m not in ("pavpu_05", "mean_deviation")]
-    # a Bayesian row has to beat what soft attention gives for nothing
+    # a Bayesian row has to beat what soft attention gives for free
     for baseline, others in (("soft", rows), ("dropout", [row for row in rows if row.startswith("BAM")])):
         found = difference_table(
             by_row, compared, first=f"minus {baseline}, paired", baseline=baseline, variants=others, sharing=SHARING_ROWS
@@ -103,7 +103,7 @@ def _column(heading: str, metric: str, scale: float, digits: int, *, part: str =
 
 
 def _examples(run: dict[str, Any]) -> str:
-    """Say what the numbers are of: how many examples, which part of the task where it is not all, and what was cut."""
+    """Describe the examples behind the numbers: how many, which part of the task, and what was truncated."""
     counts = ", ".join(f"{run['num_examples'][split]:,} {verb}" for split, verb in _VERBS.items())
     part = f"; {run['data_note']}" if run["data_note"] else ""
     cut = sum(run["num_truncated"].values())
@@ -159,7 +159,7 @@ def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
 
 
 def _draw_calibration(folder: Path, name: str, task: Task, cells: Sequence[Cell]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Draw one calibration plot a row, the test predictions of all seeds together; returns confidences and accuracies."""
+    """Draw one calibration plot per row, the test predictions of all seeds together; returns confidences and accuracies."""
     folder.mkdir(parents=True, exist_ok=True)
     curves = {}
     for row in dict.fromkeys(cell["row"] for cell in cells):
@@ -173,7 +173,7 @@ def _draw_calibration(folder: Path, name: str, task: Task, cells: Sequence[Cell]
 
 
 def _sureness(task: Task, cell: Cell) -> tuple[Tensor, Tensor]:
-    """Return how sure every prediction of the test set is, and whether it is right."""
+    """Return the confidence of every prediction of the test set, and whether it is right."""
     if task.kind == "spans":
         return sureness(read_answers(cell["folder"])["test"][cell["method"]])
     split = read_predictions(cell["folder"] / MEANS_FOLDER).splits["test"]

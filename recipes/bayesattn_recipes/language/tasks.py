@@ -22,7 +22,7 @@ class Task:
         labels: The labels as files write them, class by class; empty where they are numbers or positions.
         class_names: Words for the classes.
         metrics: Names from `metrics.py`; the first is the one of the paper's table.
-        paper: The paper's values of the first metric in per cent, soft and BAM-WC, for ALBERT-base; None where it has none.
+        paper: The paper's values of the first metric in percent, soft and BAM-WC, for ALBERT-base; None where it has none.
     """
 
     name: str
@@ -74,7 +74,7 @@ TASKS = {
         ),
         Task("squad1", "spans", "1.1", ("question", "context"), metrics=("exact_match", "f1"), paper=(80.86, 81.40)),
         Task("squad2", "spans", "2.0", ("question", "context"), metrics=("exact_match", "f1"), paper=(78.80, 78.97)),
-        # texts of the user's own: columns and classes come from the file (`data.load_own`)
+        # the user's own texts: columns and classes come from the file (`data.load_own`)
         Task("own", "classification", "", ()),
     )
 }  # fmt: skip
@@ -86,5 +86,5 @@ PAPER_F1 = {"squad1": (88.70, 88.82), "squad2": (82.07, 82.23)}
 def find_task(name: str) -> Task:
     """Return a task by its name."""
     if name not in TASKS:
-        raise ValueError(f"task is {name!r}; allowed: {', '.join(TASKS)}")
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]

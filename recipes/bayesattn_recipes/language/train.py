@@ -35,9 +35,9 @@ class LanguageConfig:
     Args:
         task: One of `tasks.TASKS`.
         encoder: `e5-small`, a folder, a name on the hub, or `tiny`.
-        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
+        attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: How long and how fast.
-        seed: Of the head's initialisation, batch order, dropout and noise.
+        seed: Of the head's initialization, batch order, dropout and noise.
         max_length: Tokens per text, pair or window; longer texts lose their end, longer paragraphs get more windows.
         dropout: Of the encoder's hidden states; null keeps the encoder's own rate.
         attention_dropout: Of the attention weights; null keeps the encoder's rate for soft attention and switches it off
@@ -63,7 +63,7 @@ class LanguageConfig:
         self.attention.check_layers()
         kept = ("last", "validation_loss", *(f"validation_{name}" for name in self._validation_metrics))
         if self.training.keep not in kept:
-            raise ValueError(f"training.keep is {self.training.keep!r}; allowed: {', '.join(map(repr, kept))}")
+            raise ValueError(f"training.keep must be one of {', '.join(map(repr, kept))}, got {self.training.keep!r}")
 
     @property
     def _validation_metrics(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def load_config(name: str, settings: Sequence[str] = ()) -> LanguageConfig:
 
 
 def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:
-    """Read and tokenise the data of a config."""
+    """Read and tokenize the data of a config."""
     return prepare(config.task, config.encoder, config.max_length, config.train_size, config.source, data)
 
 
@@ -137,7 +137,7 @@ def make_model(config: LanguageConfig, prepared: Prepared) -> PreTrainedModel:
 
 
 class LanguageExperiment(FineTuning):
-    """The texts of a task, an encoder with a fresh head, and what its run has to remember.
+    """The texts of a task, an encoder with a fresh head, and the files of its run.
 
     Args:
         config: The run.
@@ -188,7 +188,7 @@ def train_model(
     Args:
         config: The run.
         data: The data folder.
-        on_progress: Called with the optimiser steps done and to do.
+        on_progress: Called with the optimizer steps done and to do.
         prepared: From `prepare_run`, where that was done before; None does it now.
     """
     seed_everything(config.seed)
@@ -212,14 +212,14 @@ def load_run(folder: Path) -> LoadedRun:
     run = read_run(folder)
     task = find_task(config.task)
     if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():
-        raise RunError(f"{folder / TOKENIZER_FOLDER} has no tokenizer.json; allowed: a run folder as it was written")
+        raise RunError(f"{folder / TOKENIZER_FOLDER} has no tokenizer.json. Give a run folder as it was written")
     with quiet():
         tokenizer = load_tokenizer(str(folder / TOKENIZER_FOLDER), list)
         try:
             class_names, num_texts = tuple(run["class_names"]), int(run["num_texts"])
             model = build_model(AutoConfig.for_model(**run["model_config"]), task.kind, config.attention)
         except Exception as error:
-            # transformers and torch raise many kinds where a size is missing, of the wrong type or negative
+            # transformers and torch raise many kinds of errors where a size is missing, of the wrong type or negative
             raise RunError(f"{folder} does not describe a model that can be built: {error}") from error
     runs.load_parameters(folder, model)
     if torch.cuda.is_available():

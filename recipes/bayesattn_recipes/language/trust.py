@@ -1,7 +1,7 @@
 """When to trust an answer: if its probability reaches a threshold, chosen on validation data for a stated error rate.
 
-`bayesattn evaluate` chooses the threshold and keeps it in `metrics.json`; `bayesattn predict` applies it and says what it
-means. The guarantee is that of `metrics.SelectivePredictor`, for new texts like those of the validation split; a little
+`bayesattn evaluate` chooses the threshold and keeps it in `metrics.json`; `bayesattn predict` applies and explains it. The
+guarantee is that of `metrics.SelectivePredictor`, for new texts like those of the validation split; a little
 optimistic where training chose its epoch by that split (`training.keep`).
 """
 
@@ -17,8 +17,8 @@ from bayesattn.evaluation.runs import METRICS_FILE, METRICS_SCHEMA, RunError, re
 from bayesattn.metrics import SelectivePredictor
 from bayesattn_recipes.common.config import build_config
 
-# share of wrong answers among the trusted ones: the first that the validation data can promise is taken, which costs
-# nothing, because the bounds behind them hold for all thresholds at once
+# targets for the share of wrong answers among the trusted ones: the first that the validation data can guarantee is used.
+# Trying several is valid, because the bounds hold for all thresholds at once
 TARGETS = (0.05, 0.1, 0.2)
 LEVEL = 0.95
 
@@ -89,4 +89,4 @@ def read_rule(folder: Path, method: str) -> TrustRule | None:
     try:
         return build_config(TrustRule, values, "trust")
     except (TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{path} cannot be used ({error}); run `bayesattn evaluate {folder}` again") from None
+        raise RunError(f"{path} cannot be used ({error}). Run `bayesattn evaluate {folder}` again") from None

@@ -39,7 +39,7 @@ def token_batches(
 
     Pairs are sorted by length, so a batch holds similar ones; with a generator, equal lengths and the order of the
     batches are random. With `pad_to` above 1 a batch holds pairs whose longer side rounds up to the same number, and both
-    sides are padded to it: a few shapes in all, the same in every epoch, which is what recorded graphs need.
+    sides are padded to it: a few shapes in all, the same in every epoch, as recorded graphs need.
 
     Args:
         corpus: The pairs.
@@ -69,7 +69,7 @@ def token_batches(
 
 
 def make_batch(sources: Sequence[list[int]], targets: Sequence[list[int]], *, pad_to: int = 1) -> dict[str, Any]:
-    """Return padded tensors, and the lengths as Python numbers: the host needs them, and must not ask the device.
+    """Return padded tensors, and the lengths as Python numbers: the host needs them without waiting for the device.
 
     Keys: `source`, `source_lengths`, `target_in` (start token first), `target_out` (end token last), `target_lengths`.
     """
@@ -86,5 +86,5 @@ def make_batch(sources: Sequence[list[int]], targets: Sequence[list[int]], *, pa
 
 
 def _pad(rows: Sequence[list[int]], width: int) -> Int[Tensor, "b n"]:
-    # by numpy, which reads nested lists several times as fast
+    # by numpy, which reads nested lists several times faster
     return torch.from_numpy(np.array([row + [PAD] * (width - len(row)) for row in rows], dtype=np.int64))

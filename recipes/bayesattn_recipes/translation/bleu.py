@@ -1,10 +1,10 @@
-"""Corpus and sentence scores by sacrebleu, with the signature that says how they were computed."""
+"""Corpus and sentence scores by sacrebleu, with the signature of how they were computed."""
 
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["cased", "lowercase", "tokenised"]
+Kind = Literal["cased", "lowercase", "tokenized"]
 
 
 class CorpusScore(NamedTuple):
@@ -31,7 +31,7 @@ def _load(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError:
-        raise ValueError("BLEU and chrF need the package 'sacrebleu'; install it with: pip install sacrebleu") from None
+        raise ValueError("BLEU and chrF need the package 'sacrebleu'. Install it with: pip install sacrebleu") from None
 
 
 def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = "cased") -> CorpusScore:
@@ -40,10 +40,10 @@ def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = 
     Args:
         outputs: Translations.
         references: One each.
-        kind: `cased` or `lowercase` text, tokenised by sacrebleu's rules (13a); or `tokenised` text, lower-cased and taken
+        kind: `cased` or `lowercase` text, tokenized by sacrebleu's rules (13a); or `tokenized` text, lower-cased and taken
             as it is (IWSLT14's files, and the paper's kind of BLEU).
     """
-    options = {"tokenize": "none", "force": True} if kind == "tokenised" else {}
+    options = {"tokenize": "none", "force": True} if kind == "tokenized" else {}
     metric = _metrics().BLEU(lowercase=kind != "cased", **options)
     score = metric.corpus_score(list(outputs), [list(references)])
     return CorpusScore(score.score, str(metric.get_signature()))
@@ -68,14 +68,14 @@ def sentence_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[s
 
 
 def sentence_counts(outputs: Sequence[str], references: Sequence[str]) -> list[Counts]:
-    """Return the counts of every sentence (cased), so that BLEU of many subsets needs no second look at the text."""
+    """Return the counts of every sentence (cased), so that BLEU of many subsets can be computed without the text."""
     metric = _metrics().BLEU(effective_order=True)
     scores = [metric.sentence_score(output, [reference]) for output, reference in zip(outputs, references, strict=True)]
     return [Counts(tuple(score.counts), tuple(score.totals), score.sys_len, score.ref_len) for score in scores]
 
 
 def bleu_of_counts(counts: Sequence[Counts]) -> float:
-    """Return corpus BLEU of the sentences that were counted: what `corpus_bleu` says of their text."""
+    """Return corpus BLEU from the counts of sentences, the same as `corpus_bleu` of their text."""
     correct = [sum(column) for column in zip(*(c.correct for c in counts), strict=True)]
     total = [sum(column) for column in zip(*(c.total for c in counts), strict=True)]
     lengths = sum(c.output_length for c in counts), sum(c.reference_length for c in counts)
@@ -92,7 +92,7 @@ def bootstrap_p_value(
     """
     metric = _metrics().BLEU()
     if list(baseline) == list(ours):
-        # sacrebleu counts differences above the observed one, and finds none above 0: its p would be the smallest there is
+        # sacrebleu counts differences above the observed one and would find none above 0, which gives the smallest p
         return 1.0
     systems = [("baseline", list(baseline)), ("ours", list(ours))]
     paired_test = _load("sacrebleu.significance").PairedTest

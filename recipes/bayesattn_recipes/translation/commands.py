@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-# certain to uncertain; the share of draws that disagree, or else 1 − probability, picks one
+# from certain to uncertain, chosen by the share of draws that disagree, or else by 1 − probability
 COLORS = ("green", "yellow", "dark_orange", "red")
 
 
@@ -24,17 +24,17 @@ def translate(
     method: Annotated[str | None, typer.Option(help="What is drawn: mean, attention, dropout or attention+dropout.")] = None,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses kept by the search.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with every number.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, with every number.")] = False,
     plots: Annotated[Path | None, typer.Option(help="Folder for a picture of the attention of every sentence.")] = None,
 ) -> None:
-    """Translate the sentences on standard input, one a line, and show how sure the model is of every word."""
+    """Translate the sentences on standard input, one per line, and show how certain the model is of every word."""
     import torch
 
     from bayesattn_recipes import TRANSLATION
     from bayesattn_recipes.translation.text import decode_lines
 
     if plots is not None and plots.exists() and not plots.is_dir():
-        raise ValueError(f"plots is {str(plots)!r}, which is not a folder")
+        raise ValueError(f"plots must be a folder, got {str(plots)!r}")
     config, vocabulary, model = TRANSLATION.load("train").load_run(run)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     sentences = decode_lines(sys.stdin.buffer.read(), "input")
@@ -54,17 +54,17 @@ def translate(
         if as_json:
             print(json.dumps(translation.to_dict(), ensure_ascii=False))
         else:
-            console.print(coloured(translation))
+            console.print(colored(translation))
     if plots is not None:
         drawn = TRANSLATION.load("figures").write_attention_maps(
             model, vocabulary, found, plots, num_samples=samples, seed=seed
         )
-        # not among the translations, which may be JSON for another program
+        # on stderr: another program may read the translations from stdout
         Console(stderr=True, soft_wrap=True).print(f"figures: {drawn}", style="dim", markup=False, highlight=False)
 
 
-def coloured(translation) -> Text:
-    """Return a translation with a colour for the uncertainty of every word, and its numbers behind."""
+def colored(translation) -> Text:
+    """Return a translation with a color for the uncertainty of every word, followed by its numbers."""
     text = Text()
     for token in translation.tokens[:-1]:
         doubt = max(token.disagreement, 1.0 - token.probability)

@@ -1,4 +1,4 @@
-"""The data sets: Multi30k, Tatoeba with a split of our own, IWSLT14; all German to English.
+"""The data sets: Multi30k, Tatoeba with its own split, IWSLT14; all German to English.
 
 DATA/multi30k/task1_raw/{train,val,test_2016_flickr,…}.{de,en}[.gz]     29,000 captions of photographs, as published
 DATA/tatoeba_deu_eng/deu.txt[.xz]                                        169,197 everyday sentences, no official split
@@ -23,7 +23,7 @@ MULTI30K = {
     "test-2018": "test_2018_flickr",
 }
 IWSLT14 = {"train": "train", "validation": "valid", "test": "test"}
-# another domain than both training sets, tokenised and lower-cased by its makers
+# a domain different from both training sets, tokenized and lower-cased by its makers
 OUT_OF_DOMAIN = "iwslt14-test"
 
 # of 1,000 groups of sentences, how many are held out for validation, and how many for the test
@@ -39,17 +39,17 @@ def load_splits(name: str, folder: Path | None) -> dict[str, Pairs]:
         folder: Where the data sets are.
     """
     if name not in LOADERS:
-        raise ValueError(f"dataset is {name!r}; allowed: {', '.join(map(repr, LOADERS))}")
+        raise ValueError(f"dataset must be one of {', '.join(map(repr, LOADERS))}, got {name!r}")
     with explained(name, folder):
         if folder is None:
-            raise ValueError(f"data is None; allowed for {name}: the folder of the data sets (--data, or BAYESATTN_DATA)")
+            raise ValueError(f"{name} needs data, the folder of the data sets. Give it with --data or BAYESATTN_DATA")
         if not folder.is_dir():
-            raise ValueError(f"data is {str(folder)!r}, which is not a folder")
+            raise ValueError(f"data must be a folder, got {str(folder)!r}")
         return LOADERS[name](folder)
 
 
 def load_out_of_domain(folder: Path) -> Pairs | None:
-    """Return the IWSLT14 test set, or None where it is not at hand."""
+    """Return the IWSLT14 test set, or None where it is not available."""
     place = folder / "iwslt14_de_en_valid_test"
     return _read(place, "test") if place.is_dir() else None
 
@@ -66,8 +66,8 @@ def _load_iwslt14(folder: Path) -> dict[str, Pairs]:
     place = folder / "iwslt14"
     if not place.is_dir():
         raise ValueError(
-            f"{place} is not a folder; allowed: the full IWSLT14 set as train, valid and test in .de and .en "
-            "(its validation and test part alone cannot be trained on)"
+            f"{place} is not a folder. It must hold the full IWSLT14 set as train, valid and test in .de and .en (its "
+            "validation and test part alone cannot be trained on)"
         )
     return {split: _read(place, stem) for split, stem in IWSLT14.items()}
 
@@ -80,7 +80,7 @@ def split_by_sentence(pairs: Pairs, shares: tuple[int, int] = TATOEBA_SHARES) ->
     """Split pairs so that no sentence of either language is in two splits.
 
     Sentences that are connected by pairs (one English sentence has several translations, and they have others) form a
-    group and stay together. A group goes where the SHA-256 of its first English sentence sends it: the split depends on
+    group and stay together. The SHA-256 of its first English sentence decides the split of a group: it depends on
     the sentences alone, not on their order or on a random number. Held-out splits keep one pair of every German
     sentence.
 
@@ -126,7 +126,7 @@ def _connected(rows: list[tuple[str, str]]) -> list[int]:
 
 
 def split_hash(splits: dict[str, Pairs]) -> str:
-    """Return the SHA-256 of all splits with their names and lines, to say which split a number belongs to."""
+    """Return the SHA-256 of all splits with their names and lines, to identify the split behind a number."""
     digest = hashlib.sha256()
     for name in sorted(splits):
         digest.update(f"[{name}]\n".encode())

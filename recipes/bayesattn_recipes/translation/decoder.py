@@ -2,8 +2,8 @@
 
 `unroll` is a pure function of tensors. What is random (attention noise, dropout) is drawn before it and passed in, what is
 the same at every step (projected keys, the embeddings' share of the gates) is computed before it, the KL once after the
-last step, and the output layer outside, over all steps. So the loop holds two matrix products a layer and the attention,
-waits for nothing, and can be compiled or recorded (`graphs.py`).
+last step, and the output layer outside, over all steps. So the loop holds two matrix products per layer and the attention,
+never waits for the device, and can be compiled or recorded (`graphs.py`).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from bayesattn_recipes.baselines import AttentionChoice, build_step_attention
 
 
 class State(NamedTuple):
-    """What one step hands to the next, for `k` hypotheses of each sentence; hidden and cell state of every layer."""
+    """The state between steps, for `k` hypotheses of each sentence; hidden and cell state of every layer."""
 
     hidden: tuple[Float[Tensor, "b k h"], ...]
     cell: tuple[Float[Tensor, "b k h"], ...]
@@ -28,20 +28,19 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The encoded source, its keys projected once for all steps, and ln Ψ for attention that needs it at every step."""
+    """The encoded source, and its keys projected once for all steps."""
 
     values: Float[Tensor, "b n d"]
     keys: Float[Tensor, "b n a"]
     mask: Bool[Tensor, "b n"]
-    prior: Float[Tensor, "b 1 1 n"] | None
 
     def take(self, rows: slice | Int[Tensor, " rows"]) -> "Memory":
         """Return the memory of some of the sentences."""
-        return Memory(*(None if value is None else value[rows] for value in self))  # type: ignore[arg-type]
+        return Memory(*(value[rows] for value in self))
 
 
 class Unrolled(NamedTuple):
-    """Every step of a sequence, and the KL of all of them where it was asked for and is needed."""
+    """Every step of a sequence, and the KL of all of them where it is needed."""
 
     states: Float[Tensor, "b t h"]
     contexts: Float[Tensor, "b t d"]
@@ -50,7 +49,7 @@ class Unrolled(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Layers of LSTM cells; the first sees the previous token and the previous context, the last asks the attention.
+    """Layers of LSTM cells; the first reads the previous token and context, the last gives the query of the attention.
 
     Args:
         attention: Which attention; the latent alignments run on soft attention, their prior.
@@ -82,19 +81,18 @@ class Decoder(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         config = AttentionConfig("soft") if attention.is_variational else attention
+        self.config = config
         self.attention = build_step_attention(config, hidden_dim, memory_dim, attention_dim, bias=False)
 
     def remember(self, values: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"]) -> Memory:
         """Return the memory of encoded sources."""
-        # attention that draws ahead computes its KL, and so the prior, once after the loop
-        prior = None if self.attention.draws_ahead else self.attention.weights.log_prior(values, mask.unsqueeze(1))
-        return Memory(values, self.attention.key_proj(values), mask, prior)
+        return Memory(values, self.attention.key_proj(values), mask)
 
     def start(self, memory: Memory, num_hypotheses: int = 1) -> State:
         """Return the state before the first step: all zeros."""
         values, (b, _, d) = memory.values, memory.values.shape
         shape = (b, num_hypotheses, self.hidden_dim)
-        # the cell adds up over all steps: it keeps float32 where the rest is bfloat16
+        # the cell accumulates over all steps, so it stays in float32 where the rest is bfloat16
         cell = values.new_zeros(shape, dtype=torch.promote_types(values.dtype, torch.float32))
         hidden, layers = values.new_zeros(shape), self.num_layers
         return State((hidden,) * layers, (cell,) * layers, values.new_zeros(b, num_hypotheses, d))
@@ -114,7 +112,7 @@ class Decoder(nn.Module):
             input_gates: `self.input_gates` of the embedded token.
             state: From `start` or the step before.
             memory: The source.
-            bias: Of `plan_bias` for this step; None asks the attention module, which draws for itself.
+            bias: Of `plan_bias` for this step; None where the attention module draws by itself.
             noise: Of `plan_context` for this step.
             drop: Dropout masks between the layers.
 
@@ -131,12 +129,9 @@ class Decoder(nn.Module):
             below = h if drop is None or layer + 1 == self.num_layers else h * drop[layer]
         scores = self.attention.scores(hidden[-1], memory.keys)
         if bias is not None:
-            weights = self.attention.planned_weights(scores, bias)
+            context, _ = self.attention.planned(scores, memory.values, bias, noise)
         else:
-            weights = self.attention.weights(scores, mask=memory.mask.unsqueeze(1), log_prior=memory.prior)
-        context = weights.to(memory.values.dtype) @ memory.values
-        if noise is not None and self.attention.context_noise is not None:
-            context = self.attention.context_noise.shift(context, noise)
+            context, _ = self.attention.attend(scores, memory.values, mask=memory.mask)
         return State(tuple(hidden), tuple(cell), context), scores
 
     def plan_noise(
@@ -161,7 +156,6 @@ class Decoder(nn.Module):
         values: Float[Tensor, "b n d"],
         keys: Float[Tensor, "b n a"],
         mask: Bool[Tensor, "b n"],
-        prior: Float[Tensor, "b 1 1 n"] | None,
         bias: Float[Tensor, "b #t n"] | None,
         noise: Float[Tensor, "b t d"] | None,
         drop: Float[Tensor, "t layers b 1 h"] | None,
@@ -172,17 +166,16 @@ class Decoder(nn.Module):
 
         Args:
             input_gates: `self.input_gates` of the embedded tokens.
-            values: Of the memory, as the next three.
+            values: Of the memory, as the next two.
             keys: Projected.
             mask: True for keys that exist.
-            prior: ln Ψ, for attention that draws for itself.
-            bias: Of `plan_noise`; None for attention that draws for itself.
+            bias: Of `plan_noise`; None for attention that draws by itself.
             noise: Of `plan_noise`.
             drop: Of `plan_dropout`.
             steps: True for steps whose KL counts; None leaves the KL out.
             step: A compiled `self.step`.
         """
-        memory = Memory(values, keys, mask, prior)
+        memory = Memory(values, keys, mask)
         state = self.start(memory)
         states, contexts, scores = [], [], []
         for t, now in enumerate(input_gates.split(1, dim=1)):
@@ -222,7 +215,7 @@ def lstm_cell(
 
 
 def _runs_fused(gates: Tensor, cell: Tensor) -> bool:
-    # the compiler fuses by itself
+    # the compiler fuses this by itself
     return (
         (gates.is_cuda or INTERPRETED)
         and HAS_TRITON
@@ -265,5 +258,5 @@ def token_nll(logits: Float[Tensor, "*b v"], targets: Int[Tensor, "*b"]) -> Floa
 
 
 def at_least_float32(x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Return half-precision numbers as float32, others as they are: softmax, losses and KL need the digits."""
+    """Return half-precision numbers as float32, others as they are: softmax, losses and KL need the precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""What a trained translator says, and what draws of it think: search, greedy translations of draws, token distributions.
+"""Translations of a trained model and of draws from it: beam search, greedy translations of draws, token distributions.
 
 A draw is a model: with attention noise, with dropout masks where a model has no such noise, or with both.
 """
@@ -27,9 +27,7 @@ from bayesattn_recipes.translation.vocabulary import END, MARKS, PAD
 
 def available_methods(model: Translator) -> list[str]:
     """Return what can be drawn from a model, the usual way first after `mean`."""
-    stochastic, drops = model.decoder.attention, model.dropout.p > 0.0
-    noisy = stochastic.weights.config.is_stochastic or stochastic.context_noise is not None
-    return drawing_methods(is_stochastic=noisy, drops=drops)
+    return drawing_methods(is_stochastic=model.decoder.config.is_stochastic, drops=model.dropout.p > 0.0)
 
 
 def drawing(model: Translator, method: str) -> AbstractContextManager[object]:
@@ -60,7 +58,7 @@ def decode(
     """
     found: list[list[int]] = [[] for _ in sources]
     done = 0
-    # ten times the tokens where only one hypothesis of each sentence is kept
+    # ten times the tokens where only one hypothesis per sentence is kept
     for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model) * 10 // min(beam, 10)):
         longest = max(len(sources[index]) for index in indices)
         best = beam_search(
@@ -69,7 +67,7 @@ def decode(
             marks=MARKS,
             batch=len(indices),
             beam=beam,
-            # English is rarely longer than its German by half
+            # English is rarely more than half longer than its German
             max_length=longest + longest // 2 + 10,
             penalty=penalty,
             device=memory.values.device,
@@ -104,15 +102,15 @@ def _encoded(model: Translator, sources: Sequence[list[int]], batch_tokens: int)
 
 @dataclass(frozen=True)
 class Judged:
-    """What M draws think of given targets, step by step; padded steps are 0.
+    """Statistics of M draws along given targets, step by step; padded steps are 0.
 
     Attributes:
         probability: Of the target tokens, under the mean distribution.
         entropy: Of the mean distribution.
         mutual_information: Entropy of the mean minus mean entropy.
-        disagreement: Share of draws whose favourite is another token than the target.
-        confidence: Of the mean distribution's favourite.
-        is_right: Whether that favourite is the target.
+        disagreement: Share of draws whose most probable token is not the target.
+        confidence: Probability of the mean distribution's most probable token.
+        is_right: Whether that token is the target.
         steps: True where there is a target.
     """
 
@@ -129,12 +127,12 @@ class Judged:
 def judge(
     model: Translator, sources: Sequence[list[int]], targets: Sequence[list[int]], method: str, num_samples: int
 ) -> Judged:
-    """Ask M draws for their token distributions along given targets (end token last); one batch.
+    """Return statistics of M draws' token distributions along given targets (end token last); one batch.
 
     Args:
         model: In eval mode.
         sources: Tokens of the sentences.
-        targets: Tokens whose probabilities are asked for.
+        targets: Tokens whose probabilities are computed.
         method: What is drawn; `mean` draws nothing and needs one pass.
         num_samples: M.
     """
@@ -155,7 +153,7 @@ def judge(
                 spread = spread + torch.special.entr(p).sum(dim=-1) / count
                 votes = votes + (p.argmax(dim=-1) != target)
     steps = target != PAD
-    confidence, favourite = mean.max(dim=-1)
+    confidence, favorite = mean.max(dim=-1)
     overall = entropy(mean)
     rows = {
         "probability": mean.gather(-1, target.unsqueeze(-1)).squeeze(-1),
@@ -164,14 +162,14 @@ def judge(
         "disagreement": votes / count,
         "confidence": confidence,
     }
-    return Judged(**{name: row * steps for name, row in rows.items()}, is_right=(favourite == target) & steps, steps=steps)
+    return Judged(**{name: row * steps for name, row in rows.items()}, is_right=(favorite == target) & steps, steps=steps)
 
 
 def disagreement(best: Sequence[int], own: Sequence[Sequence[int]]) -> float:
     """Return 1 − mean similarity of sampled translations to the best one; 0 without samples."""
     if not own:
         return 0.0
-    # many draws say the same
+    # many draws are equal
     times = Counter(map(tuple, own))
     ratios = (difflib.SequenceMatcher(None, best, tokens, autojunk=False).ratio() * n for tokens, n in times.items())
     return 1.0 - sum(ratios) / len(own)

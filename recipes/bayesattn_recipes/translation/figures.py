@@ -1,4 +1,4 @@
-"""Pictures of what the decoder looked at, and how unsure it was of where to look."""
+"""Figures of the decoder's attention and its uncertainty."""
 
 import io
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from bayesattn_recipes.translation.tables import Cells, finished_runs
 from bayesattn_recipes.translation.translate import Translation
 from bayesattn_recipes.translation.vocabulary import END, Vocabulary
 
-# what the rejection figure compares: soft attention's own entropy, MC dropout, Bayesian draws
+# signals that the rejection figure compares: soft attention's own entropy, MC dropout, Bayesian draws
 SHOWN = (
     ("soft", "mean entropy"),
     ("soft", "dropout entropy"),
@@ -55,7 +55,7 @@ def attention_samples(
         torch.manual_seed(seed)
         for _ in range(num_samples):
             memory = model.encode(batch["source"].to(device), batch["source_lengths"])
-            # the weights of a step are what its context was mixed with: ask the module once more, with the same noise
+            # the weights behind the context of a step: call the module once more, with the same noise
             seen: list[Tensor] = []
             bias, noise = model.decoder.plan_noise(memory, len(target))
             if bias is not None:
@@ -63,7 +63,9 @@ def attention_samples(
                 unrolled = model.decoder.unroll(gates, *memory, bias, noise, model.decoder.plan_dropout(gates))
                 draws.append(attention.planned_weights(unrolled.scores, bias)[0])
             else:
-                hook = attention.weights.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
+                hook = attention.bayes_weights.register_forward_hook(
+                    lambda module, args, out, seen=seen: seen.append(out[1].squeeze(1))
+                )
                 try:
                     model.unroll(memory, batch["target_in"].to(device))
                 finally:

@@ -1,6 +1,6 @@
 """How the decoder's loop runs: as it is, compiled, or recorded as a CUDA graph for every shape of batch.
 
-The loop is some forty small kernels a step; on a GPU their launches cost more than their work. All modes compute the same
+The loop is some forty small kernels per step; on a GPU their launches cost more than their work. All modes compute the same
 (`tests/recipes/test_translation_decoder.py`), so the choice is one of speed:
 
     decoder_mode: eager        anywhere, no preparation
@@ -8,7 +8,7 @@ The loop is some forty small kernels a step; on a GPU their launches cost more t
     decoder_mode: cuda-graph   records forward and backward of the whole loop once for every (batch, target, source) shape
                                and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
                                needs an attention whose randomness is drawn beforehand (all but three), or by
-                               torch's generator alone, which goes on at every replay (hard-gumbel, mc-dropout)
+                               torch's generator alone, which advances at every replay (hard-gumbel, mc-dropout)
     decoder_mode: auto         cuda-graph where device and attention allow it, else eager: one setting for all variants
 """
 
@@ -25,24 +25,24 @@ from bayesattn_recipes.translation.decoder import Decoder, Unrolled
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
 MODES = get_args(Mode)
-# these draw inside the loop, and what they leave behind is their weights; Gaussian weights leave a KL at every step
-DRAWS_ALONE = ("hard-gumbel", "mc-dropout")
+# these draw inside the loop or not at all, and keep nothing but weights; Gaussian weights record a KL at every step
+DRAWS_ALONE = ("hard-gumbel", "mc-dropout", "uniform")
 
 
 def is_recordable(decoder: Decoder) -> bool:
-    """Whether tensors are all that a step of the decoder takes and leaves, so that it can be replayed."""
-    return decoder.attention.draws_ahead or decoder.attention.weights.config.variant in DRAWS_ALONE
+    """Whether a step of the decoder reads and writes only tensors, so that it can be replayed."""
+    return decoder.attention.draws_ahead or decoder.config.variant in DRAWS_ALONE
 
 
 def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
-    """Return what runs `decoder.unroll` in training."""
+    """Return the function that runs `decoder.unroll` in training."""
     if mode not in MODES:
-        raise ValueError(f"decoder_mode is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
+        raise ValueError(f"decoder_mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
     if mode == "eager" or (mode == "auto" and not is_recordable(decoder)):
         return decoder.unroll
     if not (is_recordable(decoder) if mode != "compile" else decoder.attention.draws_ahead):
-        variant = decoder.attention.weights.config.variant
-        raise ValueError(f"decoder_mode is {mode!r} with {variant} attention, which draws inside the loop; allowed: 'eager'")
+        variant = decoder.config.variant
+        raise ValueError(f"decoder_mode must be 'eager' with {variant} attention, which draws inside the loop, got {mode!r}")
     if mode == "compile":
         return functools.partial(decoder.unroll, step=torch.compile(decoder.step))
     graphed = GraphedUnroll(decoder)
@@ -52,20 +52,19 @@ def unroller(decoder: Decoder, mode: Mode) -> Callable[..., Unrolled]:
 
 
 class _Loop(nn.Module):
-    """The loop as a module, as CUDA graphs want it: positional tensors in, a tuple of tensors out."""
+    """The loop as a module, as CUDA graphs need it: positional tensors in, a tuple of tensors out."""
 
     def __init__(self, decoder: Decoder, names: tuple[str, ...]) -> None:
         super().__init__()
         self.decoder, self.names = decoder, names
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        # a low-precision copy of a weight serves all steps; it is part of the recording, so every replay makes it anew
+        # a low-precision copy of a weight serves all steps; it is part of the recording, so every replay makes it again
         dtype, low = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         torch.clear_autocast_cache()
         with torch.autocast("cuda", dtype, enabled=low, cache_enabled=True):
-            # attention that can be recorded has no prior inside the loop
             given = dict(zip(self.names, inputs, strict=True))
-            found = self.decoder.unroll(**{"prior": None, "bias": None, "noise": None, "drop": None, **given})
+            found = self.decoder.unroll(**{"bias": None, "noise": None, "drop": None, **given})
         torch.clear_autocast_cache()
         return tuple(value for value in found if value is not None)
 
@@ -74,7 +73,7 @@ class GraphedUnroll:
     """`decoder.unroll`, recorded on the first call with a shape and replayed on every later one.
 
     Args:
-        decoder: Its parameters may change between calls, their place in memory may not.
+        decoder: Its parameters may change between calls, but not their addresses.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -87,7 +86,6 @@ class GraphedUnroll:
         values: Tensor,
         keys: Tensor,
         mask: Tensor,
-        prior: None,
         bias: Tensor | None,
         noise: Tensor | None,
         drop: Tensor | None,
@@ -96,11 +94,11 @@ class GraphedUnroll:
         """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
         if is_keyed() and not self.decoder.attention.draws_ahead:
             # noise inside the loop would be that of the examples it was recorded with, at every replay
-            return self.decoder.unroll(gates, values, keys, mask, prior, bias, noise, drop, steps)
+            return self.decoder.unroll(gates, values, keys, mask, bias, noise, drop, steps)
         if gates.device.type != "cuda":
-            raise ValueError(f"decoder_mode is 'cuda-graph' on {gates.device.type}; allowed there: 'eager', 'compile'")
+            raise ValueError(f"decoder_mode must be 'eager' or 'compile' on {gates.device.type}, got 'cuda-graph'")
         named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "noise": noise}
-        # a recording with the KL is another one than without
+        # recordings with and without the KL differ
         named |= {"drop": drop, "steps": steps if self.decoder.attention.needs_kl else None}
         inputs = {name: value for name, value in named.items() if value is not None}
         return Unrolled(*self.recordings(inputs))

@@ -149,7 +149,7 @@ class Translator(nn.Module):
         Padding is not scored: in a batch of padded pairs it would be two fifths of the work.
         """
         (b, t), n = targets.shape, memory.mask.shape[1]
-        # found on the host, which knows the lengths: nothing waits for the device
+        # computed on the host, which has the lengths, so nothing waits for the device
         is_step, is_key = np.arange(t) < np.c_[list(target_lengths)], np.arange(n) < np.c_[list(source_lengths)]
         pairs = to_device(np.flatnonzero(is_step[:, :, None] & is_key[:, None, :]), targets.device)
         step, key = pairs // n, pairs // (t * n) * n + pairs % n
@@ -164,7 +164,7 @@ class Translator(nn.Module):
             return token_nll(logits, targets.flatten().index_select(0, step))
 
         at_once = max(1, LARGEST_LOGITS // self.readout.logits.out_features)
-        # recomputed in backward where one part would not be all: the logits would fill the memory
+        # recomputed in the backward pass unless one part is everything: the logits would fill the memory
         keeps = at_once >= len(pairs) or not torch.is_grad_enabled()
         parts = [
             score(*part) if keeps else checkpoint(score, *part, use_reentrant=False)
@@ -176,7 +176,7 @@ class Translator(nn.Module):
     def log_probs(
         self, memory: Memory, target_in: Int[Tensor, "b t"], num_parts: int = 1
     ) -> Iterator[Float[Tensor, "part t v"]]:
-        """Yield ln p of every token at every step of given targets; the loop runs once, the vocabulary a part at a time."""
+        """Yield ln p of every token at every step of given targets; the loop runs once, the vocabulary in parts."""
         unrolled, size = self.unroll(memory, target_in), len(target_in) // num_parts
         for part in range(num_parts):
             rows = slice(part * size, (part + 1) * size)
@@ -228,5 +228,5 @@ class Translator(nn.Module):
 
 
 def evaluation_tokens(model: Translator) -> int:
-    """Return the tokens of a batch outside training: a GPU waits for launches, so many; a CPU gains nothing by more."""
+    """Return the tokens of a batch outside training: many on a GPU, which waits for launches, few on a CPU."""
     return 16384 if next(model.parameters()).is_cuda else 1024

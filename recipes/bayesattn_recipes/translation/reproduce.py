@@ -1,4 +1,4 @@
-"""The paper's translation table again: BLEU of every variant, with what our data sets and draws add."""
+"""The paper's translation table: BLEU of every variant, with further data sets and measures of draws."""
 
 import dataclasses
 import time
@@ -30,7 +30,7 @@ from bayesattn_recipes.translation.train import CONFIGS, TranslationConfig, load
 DATASETS = ("multi30k", "tatoeba")
 VARIANTS = (
     *("soft", "nokl", "lf", "lc", "wf", "wc", "wc-default", "sampled-kl"),
-    *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "exact", "enum", "sample", "dirichlet"),
+    *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "uniform", "exact", "enum", "sample", "dirichlet"),
 )
 # tested out of domain and under draws as well, which takes several times as long as the rest of the measuring
 CLOSELY = ("soft", "wc", "mc-dropout")
@@ -47,6 +47,7 @@ def reproduce(
     console: Console,
     settings: Sequence[str] = (),
     minutes: float | None = None,
+    jobs: int = 1,
 ) -> Path:
     """Train and measure what is missing in `out`, write the tables as Markdown, CSV and JSON, and print them.
 
@@ -61,11 +62,12 @@ def reproduce(
         settings: `name=value` on top of every config.
         minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains
             nothing.
+        jobs: Runs at the same time, each in a process of its own.
     """
     datasets = choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
     if variants is not None:
         variants = list(dict.fromkeys(("soft", *choose("variants", variants, VARIANTS))))
-    bleu.corpus_bleu(["a"], ["a"])  # before hours of training: is sacrebleu there?
+    bleu.corpus_bleu(["a"], ["a"])  # check for sacrebleu before hours of training
     wanted = {
         dataset: variants or [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()] for dataset in datasets
     }
@@ -75,7 +77,9 @@ def reproduce(
     for dataset in datasets:
         splits = loaded[dataset]
         work = TranslationRuns(dataset, splits, foreign, tuple(settings))
-        cells = collect(dataset, wanted[dataset], num_seeds, work, out, deadline=deadline, console=console, required="soft")
+        cells = collect(
+            dataset, wanted[dataset], num_seeds, work, out, deadline=deadline, console=console, required="soft", jobs=jobs
+        )
         comparisons = comparison_csv_rows(dataset, cells, splits)
         files = {
             "": csv_rows(dataset, cells),
@@ -95,7 +99,7 @@ def reproduce(
 
 @dataclasses.dataclass(frozen=True)
 class TranslationRuns:
-    """The runs of one data set, and the out-of-domain test set, where it is at hand."""
+    """The runs of one data set, and the out-of-domain test set, where it is available."""
 
     dataset: str
     splits: dict[str, Pairs]
@@ -111,10 +115,10 @@ class TranslationRuns:
         return {"config": dataclasses.asdict(self.config(variant, seed)), "split_hash": split_hash(self.splits)}
 
     def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
-        """Train and measure. A run that diverges is a result too: its measures are `diverged`, the message alone."""
+        """Train and measure. A run that diverges is a result too: its only measure is `diverged`, the message."""
         config = self.config(variant, seed)
         try:
-            # an interrupted run goes on, a finished one is measured, one with other settings is refused
+            # an interrupted run is continued, a finished one measured, one with other settings refused
             log = train_on(config, self.splits, folder, on_progress, resume=True)
         except Diverged as error:
             return {"diverged": str(error).partition(";")[0]}
@@ -126,16 +130,16 @@ class TranslationRuns:
 def measure_run(
     folder: Path, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None, *, closely: bool = True
 ) -> dict[str, Any]:
-    """Return everything the tables say of a finished run; the translations of the main test are kept, for its p-value.
+    """Return everything that the tables show of a finished run; the translations of the main test are kept, for its p-value.
 
     Without `closely` neither the out-of-domain test nor what needs draws is measured, without `foreign` not that test;
-    `not_measured` says so.
+    `not_measured` lists them.
     """
     _, vocabulary, model = load_run(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tests = {split: pairs for split, pairs in splits.items() if split.startswith("test")}
     main = next(iter(tests))
-    kinds: dict[str, bleu.Kind] = dict.fromkeys(tests, "tokenised" if config.dataset == "iwslt14" else "cased")
+    kinds: dict[str, bleu.Kind] = dict.fromkeys(tests, "tokenized" if config.dataset == "iwslt14" else "cased")
     if closely and foreign is not None and config.dataset != "iwslt14":
         tests[OUT_OF_DOMAIN], kinds[OUT_OF_DOMAIN] = foreign, "lowercase"
     run, not_measured = read_run(folder), [] if closely else ["uncertainty", "calibration"]

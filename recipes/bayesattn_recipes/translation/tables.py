@@ -8,7 +8,7 @@ from bayesattn_recipes.translation import bleu
 from bayesattn_recipes.translation.measure import REJECTED
 from bayesattn_recipes.translation.text import Pairs
 
-# IWSLT14 German–English, tokenised and lower-cased (Sec. 4.4); the last two are in comments of the paper's source
+# IWSLT14 German–English, tokenized and lower-cased (Sec. 4.4); the last two are in comments of the paper's source
 PAPER_BLEU = {"soft": 32.77, "dirichlet": 30.05, "enum": 33.68, "sample": 33.30, "wc": 33.81, "lc": 33.63, "exact": 33.29}
 
 
@@ -19,7 +19,7 @@ def finished_runs(cells: Cells) -> Cells:
 
 
 def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
-    """Return one row for every variant, seed and test set; of a run that diverged, what it said."""
+    """Return one row for every variant, seed and test set; of a run that diverged, its message."""
     rows = [
         {
             "dataset": dataset,
@@ -94,7 +94,7 @@ def comparison_csv_rows(dataset: str, cells: Cells, splits: dict[str, Pairs]) ->
 
 
 def render(dataset: str, cells: Cells, comparisons: list[dict[str, Any]], digest: str) -> str:
-    """Return the Markdown of one data set: quality beside the paper's BLEU, and the worth of the uncertainty."""
+    """Return the Markdown of one data set: quality beside the paper's BLEU, and the quality of the uncertainty."""
     finished = finished_runs(cells)
     any_soft = next(iter(finished["soft"].values()))
     main, *others = any_soft["tests"]
@@ -157,12 +157,12 @@ def _quality_table(cells: Cells, main: str, comparisons: list[dict[str, Any]]) -
 
 
 def _only(by_seed: Mapping[int, Mapping[str, Any]], kind: str, name: str) -> dict[int, dict[str, Any]]:
-    """Return one part of the runs' measures; a run that was not measured so closely is left out."""
+    """Return one part of the runs' measures; a run without it is left out."""
     return {seed: cell[kind][name] for seed, cell in by_seed.items() if name in cell[kind]}
 
 
 def _by_name(cells: Cells, kind: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return what the seeds of every variant say under every name."""
+    """Return the values of all seeds by variant and name."""
     return {
         f"{variant}, {name}": _only(by_seed, kind, name)
         for variant, by_seed in cells.items()

@@ -1,4 +1,4 @@
-"""Sentence-aligned text files, plain or compressed, read strictly: whatever is wrong is named with its line."""
+"""Sentence-aligned text files, plain or compressed, read strictly: errors name the line."""
 
 import gzip
 import lzma
@@ -23,7 +23,7 @@ def find_file(folder: Path, name: str) -> Path:
         path = folder / f"{name}{suffix}"
         if path.is_file():
             return path
-    raise ValueError(f"{folder / name} is not there, neither as it is nor as .gz or .xz")
+    raise ValueError(f"{folder / name} does not exist, neither as it is nor as .gz or .xz")
 
 
 def read_lines(path: Path) -> list[str]:
@@ -54,7 +54,7 @@ def decode_lines(content: bytes, name: str) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}, line {number} is not UTF-8: {error.reason} at byte {error.start + 1}") from None
         if not text:
-            raise ValueError(f"{name}, line {number} is empty; allowed: one sentence a line")
+            raise ValueError(f"{name}, line {number} is empty. Every line must hold one sentence")
         decoded.append(text)
     return decoded
 
@@ -64,8 +64,8 @@ def read_pairs(source: Path, target: Path) -> Pairs:
     pairs = Pairs(read_lines(source), read_lines(target))
     if len(pairs.sources) != len(pairs.targets):
         raise ValueError(
-            f"{source} has {len(pairs.sources)} lines, {target} has {len(pairs.targets)}; allowed: as many in both, line by "
-            "line a sentence and its translation"
+            f"{source} and {target} must have equally many lines, each a sentence and its translation, got "
+            f"{len(pairs.sources)} and {len(pairs.targets)}"
         )
     return pairs
 
@@ -76,7 +76,7 @@ def read_tab_separated(path: Path) -> Pairs:
     for number, line in enumerate(read_lines(path), start=1):
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) < 2 or not columns[0] or not columns[1]:
-            raise ValueError(f"{path}, line {number} has fewer than two columns; allowed: English, tab, German")
+            raise ValueError(f"{path}, line {number} must have two columns, English, tab, German, got fewer")
         pairs.targets.append(columns[0])
         pairs.sources.append(columns[1])
     return pairs

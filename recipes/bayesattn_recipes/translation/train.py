@@ -34,10 +34,10 @@ class TranslationConfig:
         dataset: `multi30k`, `tatoeba` or `iwslt14`.
         attention: Soft, Bayesian, or a rival.
         training: Epochs, KL schedule, clipping, precision; `batch_size` is not used, see `batch_tokens`.
-        seed: Initialisation, batch order, dropout and attention noise.
-        train_size: Training pairs, the first so many; null takes all.
+        seed: Initialization, batch order, dropout and attention noise.
+        train_size: Training pairs, the first ones; null takes all.
         vocabulary_size: Tokens of the joint byte-pair encoding.
-        lowercase: Whether upper-case letters are given up.
+        lowercase: Whether to lower-case all text.
         max_tokens: Training pairs with a longer side are left out, and longer sentences refused.
         batch_tokens: Target (and source) tokens of a batch, padding included.
         pad_to: Above 1, few shapes of batches (`batches.py`); for recorded graphs.
@@ -113,7 +113,7 @@ class TranslationExperiment(Experiment):
         )
         self.train = encode_pairs(train, self.vocabulary, config.max_tokens)
         if not self.train.sources:
-            raise ValueError(f"max_tokens is {config.max_tokens}; allowed: large enough for at least one training pair")
+            raise ValueError(f"max_tokens must be large enough for at least one training pair, got {config.max_tokens}")
         self.validation = encode_pairs(splits["validation"], self.vocabulary)
         self.num_examples = len(self.train.sources)
         self.model = build_model(config, len(self.vocabulary))
@@ -148,7 +148,7 @@ class TranslationExperiment(Experiment):
         return with_score_function(model, lambda: model(**batch), batch["target_out"] != PAD).sum()
 
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Return the loss of a validation token, and its exponential."""
+        """Return the mean loss per validation token, and its exponential."""
         nll = corpus_nll(model, self.validation, max(self.config.batch_tokens, evaluation_tokens(self.model)))
         return {"validation_nll": nll, "validation_perplexity": math.exp(min(nll, 700.0))}
 
@@ -162,7 +162,7 @@ def _share_of_rate(step: int, total: int, warmup: float) -> float:
 
 @torch.no_grad()
 def corpus_nll(model: nn.Module, corpus: Corpus, batch_tokens: int) -> float:
-    """Return the mean loss of a target token in the model's present mode; the device is asked once, at the end."""
+    """Return the mean loss of a target token in the model's present mode; it waits for the device once, at the end."""
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for indices in token_batches(corpus, batch_tokens):
@@ -188,7 +188,7 @@ def train_on(
     *,
     resume: bool = False,
 ) -> MetricLog:
-    """Train on splits that are at hand already, and write a run folder."""
+    """Train on given splits, and write a run folder."""
     return runs.train_run(RECIPE, config, lambda: TranslationExperiment(config, splits), out, on_progress, resume=resume)
 
 

@@ -1,8 +1,8 @@
-"""Translate sentences, and say how sure the model is of every token and of the whole sentence.
+"""Translate sentences, with the uncertainty of every token and of the whole sentence.
 
 The translation is the best hypothesis of the mean model. Then M models are drawn (attention noise, or dropout masks of a
-model without any), and each is asked twice (`draws.py`): what it thinks of the translation's tokens, and what it would say
-itself.
+model without any), and each is used twice (`draws.py`): for the probabilities of the translation's tokens, and for a
+translation of its own.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Translation:
         source: The sentence.
         text: Its translation.
         tokens: The translation's tokens; the end token, shown as </s>, is the last.
-        score: Mean ln p a token over the draws' mean distribution; 0 is certainty.
+        score: Mean ln p per token under the draws' mean distribution; 0 is certainty.
         entropy: Mean over the tokens.
         mutual_information: Mean over the tokens.
         disagreement: 1 − mean similarity of the draws' own translations to this one (share of common tokens, in order).
@@ -78,7 +78,7 @@ def check_lengths(sources: Sequence[Sequence[int]], max_tokens: int, name: str) 
     """Refuse sentences with more tokens than the model was made for; each is one line of `name`."""
     for number, tokens in enumerate(sources, start=1):
         if len(tokens) > max_tokens:
-            raise ValueError(f"{name}, line {number} has {len(tokens)} tokens; allowed: at most {max_tokens}")
+            raise ValueError(f"{name}, line {number} must have at most {max_tokens} tokens, got {len(tokens)}")
 
 
 def translate(
@@ -106,7 +106,7 @@ def translate(
         beam: Hypotheses kept for the translation; the draws' own translations are greedy.
         penalty: Power of the length penalty.
         seed: Of the draws; torch's generators are left as they were.
-        name: What the lines are lines of, for errors.
+        name: Name of the text, for errors.
     """
     method = usual_method(available_methods(model), method)
     encoded = vocabulary.encode(sentences)

@@ -34,7 +34,7 @@ class Vocabulary:
         Args:
             sentences: Training text of both languages.
             size: Tokens, special ones included.
-            lowercase: Whether upper-case letters are given up.
+            lowercase: Whether to lower-case all text.
         """
         tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNKNOWN]))
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])])
@@ -66,7 +66,7 @@ class Vocabulary:
         numbers = found._tokenizer.get_vocab()
         if sorted(numbers.values()) != list(range(len(numbers))) or [numbers.get(word) for word in SPECIAL] != [*range(4)]:
             raise RunError(
-                f"{path} is not a vocabulary: allowed are numbers from 0 without gaps, {', '.join(SPECIAL)} first"
+                f"{path} is not a vocabulary: numbers must run from 0 without gaps, with {', '.join(SPECIAL)} first"
             )
         return found
 

@@ -1,15 +1,15 @@
-"""What visual question answering and captioning share: regions of images, the images themselves, and a world to practise on.
+"""Shared by visual question answering and captioning: regions of images, the images themselves, and a generated world.
 
-    features.py   `Regions`, the features of the regions of many images, read from the files people have
+    features.py   `Regions`, the features of the regions of many images, read from the usual file formats
     images.py     `ImageSource`, the pictures in a folder or a tar file
-    ids.py        `positions`, the one place where annotations and features are paired; what does not fit is an error
-    shapes.py     `make_shapes_world`, coloured shapes with questions, disagreeing annotators and five captions an image
+    ids.py        `positions`, the one place where annotations and features are paired; mismatches are errors
+    shapes.py     `make_shapes_world`, colored shapes with questions, disagreeing annotators and five captions per image
     annotations.py  `Question`, one question with the answers of its annotators
-    extract.py    features of one's own images from a pretrained backbone (`bayesattn features`)
+    extract.py    features of your own images from a pretrained backbone (`bayesattn features`)
 
 A captioning recipe uses it like this:
 
-    regions = load_grid_features(data / "flickr8k" / "resnet50_7x7_pca512")     # names, 49 regions an image, 7 × 7 grid
+    regions = load_grid_features(data / "flickr8k" / "resnet50_7x7_pca512")     # names, 49 regions per image, 7 × 7 grid
     chosen = positions(image_names, regions.names, what="captions", where="features")   # raises where an id is missing
     values, mask = regions.gather(chosen[indices])          # float32 (b, r, d) and True where there is a region
 
@@ -18,7 +18,7 @@ A captioning recipe uses it like this:
 
     world = make_shapes_world(500, seed=0)                  # world.names, .images, .regions, .captions, .questions
 
-and draws its attention, one column a word (Figure 1 of the paper), with
+and draws its attention, one column per word (Figure 1 of the paper), with
 
     plots.plot_overlay(image, {"prior": psi, "mean": mean, "std": std}, grid=regions.grid, columns=words)
 

@@ -1,4 +1,4 @@
-"""One question about one image, with what its annotators answered."""
+"""One question about one image, with the answers of its annotators."""
 
 from dataclasses import dataclass
 

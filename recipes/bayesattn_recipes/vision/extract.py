@@ -1,4 +1,4 @@
-"""Features of one's own pictures from a pretrained backbone. Needs `timm`, and weights that are at hand."""
+"""Features of your own pictures from a pretrained backbone. Needs `timm`, and the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ def extract_folder(
         folder: A folder or an uncompressed tar file.
         out: The file to write.
         backbone: Name of a timm model.
-        weights: A safetensors file with its weights; None takes what timm finds.
-        project: `…_meta.npz` of quantised features: the result is projected to their components, so that runs trained on
-            them can be asked about these pictures.
-        size: Height and width to which every picture is squashed; None takes 32 pixels a cell of the grid that `project`
+        weights: A safetensors file with its weights; None takes timm's own.
+        project: `…_meta.npz` of quantized features: the result is projected to their components, so that runs trained on
+            them can be used with these pictures.
+        size: Height and width to which every picture is squashed; None takes 32 pixels per cell of the grid that `project`
             names (`…_7x9_…`), and 224 × 224 without one.
         skip_broken: Leave out pictures that cannot be read instead of raising.
     """
@@ -45,7 +45,7 @@ def extract_folder(
     if size is None:
         size = SIZE if grid_wanted is None else (STRIDE * grid_wanted[0], STRIDE * grid_wanted[1])
     if min(size) < 1:
-        raise ValueError(f"size is {size}; allowed: height and width of at least 1")
+        raise ValueError(f"size must be a height and a width of at least 1, got {size}")
     images = ImageSource(folder)
     skipped = images.unreadable(images.names) if skip_broken else {}
     names = [name for name in images.names if name not in skipped]
@@ -58,11 +58,11 @@ def extract_folder(
     for name in names:
         cells, grid = grid_features(model, images.read(name), size)
         if grid_wanted not in (None, grid):
-            raise ValueError(f"size is {size}, which gives {backbone} a grid of {grid}; {project} is of {grid_wanted}")
+            raise ValueError(f"size {size} gives {backbone} a grid of {grid}, but {project} has one of {grid_wanted}")
         if components is not None:
             mean, basis = components
             if basis.shape[1] != cells.shape[1]:
-                raise ValueError(f"{backbone} has {cells.shape[1]} channels; {project} projects {basis.shape[1]}")
+                raise ValueError(f"{backbone} has {cells.shape[1]} channels, but {project} projects {basis.shape[1]}")
             cells = (cells - mean) @ basis.T
         values.append(cells)
     write_regions(out, names, torch.stack(values), grid)
@@ -73,17 +73,17 @@ def load_backbone(name: str, weights: Path | None) -> torch.nn.Module:
     """Return a timm model that gives its last feature map, in eval mode.
 
     Raises:
-        ValueError: timm is not installed, has no such model, or the weights are not at hand.
+        ValueError: timm is not installed, has no such model, or the weights are not available.
     """
     try:
         import timm  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         raise ValueError(
-            "computing features needs the package 'timm' and weights of a backbone; install it with: pip install timm"
+            "computing features needs the package 'timm' and weights of a backbone. Install it with: pip install timm"
         ) from None
     options: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
     if weights is not None and not weights.is_file():
-        raise ValueError(f"weights {weights} is not a file; allowed: a safetensors file")
+        raise ValueError(f"weights must be a safetensors file, but {weights} is not a file")
     try:
         if weights is None:
             model = timm.create_model(name, pretrained=True, **options)
@@ -92,7 +92,7 @@ def load_backbone(name: str, weights: Path | None) -> torch.nn.Module:
     # timm raises whatever its downloader or the checkpoint reader raises
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"backbone {name!r} cannot be loaded with its weights: {reason}; give --weights FILE") from None
+        raise ValueError(f"backbone {name!r} cannot be loaded with its weights: {reason}. Give --weights FILE") from None
     return model.eval()
 
 
@@ -108,7 +108,7 @@ def grid_features(
     found = model(pixels.to(device)).cpu()
     if found.ndim != 4:
         raise ValueError(
-            f"the backbone gives shape {tuple(found.shape)}; allowed: a feature map (1, channels, rows, columns)"
+            f"the backbone must return a feature map (1, channels, rows, columns), got shape {tuple(found.shape)}"
         )
     return found[0].flatten(1).T, (found.shape[2], found.shape[3])
 

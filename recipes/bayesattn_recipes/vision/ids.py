@@ -1,4 +1,4 @@
-"""Pair annotations with features by the name of their image, or say which names do not fit."""
+"""Pair annotations with features by the name of their image, or raise with the names that do not match."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def positions(wanted: Sequence[str], available: Sequence[str], *, what: str, whe
     Args:
         wanted: Names that are looked for; may repeat.
         available: Names that are there, each once.
-        what: Who asks, in error messages ("questions of the train split").
+        what: What the names belong to, in error messages ("questions of the train split").
         where: Where the names are looked up, in error messages ("features").
 
     Raises:
@@ -25,18 +25,20 @@ def positions(wanted: Sequence[str], available: Sequence[str], *, what: str, whe
     if len(index) != len(available):
         seen: set[str] = set()
         twice = next(name for name in available if name in seen or seen.add(name))
-        raise ValueError(f"{where}: {len(available) - len(index)} names occur twice, {twice!r} first; allowed: each once")
+        raise ValueError(
+            f"{where} must name each image once, but {len(available) - len(index)} names occur twice. The first is {twice!r}"
+        )
     missing = [name for name in dict.fromkeys(wanted) if name not in index]
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(set(wanted))} images of the {what} are missing from the {where}: "
-            f"{', '.join(map(repr, missing[:3]))}{', …' if len(missing) > 3 else ''}; the {where} have {len(index)} images"
+            f"{', '.join(map(repr, missing[:3]))}{', …' if len(missing) > 3 else ''}. The {where} have {len(index)} images"
         )
     return torch.tensor([index[name] for name in wanted], dtype=torch.int64)
 
 
 def find_name(image: str, available: Sequence[str]) -> str | None:
-    """Return the name under which one image goes in `available`, or None.
+    """Return the name of one image in `available`, or None.
 
     Its file name, the same without its suffix, or the number that COCO's file names end in.
 

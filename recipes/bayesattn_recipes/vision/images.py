@@ -1,7 +1,7 @@
 """Pictures in a folder or an uncompressed tar file, read one at a time by name.
 
 Only the place of every picture is kept in memory. A picture that is missing or cannot be decoded raises with its name:
-an attention map must never lie over another picture than its own.
+an attention map must never be drawn over the wrong picture.
 """
 
 import io
@@ -23,7 +23,7 @@ def decode_image(content: bytes, name: str, max_side: int | None = None) -> UInt
     """Decode a picture into RGB, made smaller so that no side exceeds `max_side`.
 
     Raises:
-        ValueError: The bytes are no picture, or a damaged or absurdly large one.
+        ValueError: The bytes are not a picture, or a damaged or far too large one.
     """
     try:
         with warnings.catch_warnings():
@@ -33,9 +33,9 @@ def decode_image(content: bytes, name: str, max_side: int | None = None) -> UInt
                 rgb = image.convert("RGB")
     except UnidentifiedImageError:
         # Pillow's own message names an object in memory
-        raise ValueError(f"image {name} cannot be decoded: no known format; allowed: a whole JPEG, PNG or similar") from None
+        raise ValueError(f"image {name} cannot be decoded: unknown format. Give a whole JPEG, PNG or similar") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"image {name} cannot be decoded: {error}; allowed: a whole JPEG, PNG or similar") from None
+        raise ValueError(f"image {name} cannot be decoded: {error}. Give a whole JPEG, PNG or similar") from None
     if max_side is not None:
         rgb.thumbnail((max_side, max_side))
     return torch.from_numpy(np.array(rgb))
@@ -63,10 +63,10 @@ class ImageSource:
         found = _in_folder(path) if path.is_dir() else _in_tar(path)
         for name, place in found:
             if name in self._places:
-                raise ValueError(f"{path} holds two images named {name!r}; allowed: each name once")
+                raise ValueError(f"{path} holds two images named {name!r}. Each name must occur once")
             self._places[name] = place
         if not self._places:
-            raise ValueError(f"{path} holds no image; allowed: files ending in {', '.join(SUFFIXES)}")
+            raise ValueError(f"{path} holds no image, that is no file ending in {', '.join(SUFFIXES)}")
 
     @property
     def names(self) -> list[str]:
@@ -115,4 +115,4 @@ def _in_tar(path: Path) -> list[tuple[str, tuple[int, int]]]:
                 if member.isfile() and Path(member.name).suffix.lower() in SUFFIXES
             ]
     except (OSError, tarfile.TarError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; allowed: a folder or an uncompressed tar file") from None
+        raise ValueError(f"{path} cannot be read: {error}. Give a folder or an uncompressed tar file") from None

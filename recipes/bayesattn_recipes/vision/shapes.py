@@ -1,6 +1,6 @@
-"""A world of coloured shapes: pictures, grid features from their pixels, questions with disagreeing annotators, captions.
+"""A world of colored shapes: pictures, grid features from their pixels, questions with disagreeing annotators, captions.
 
-It needs no file, trains in seconds, and its uncertainty is known: some shapes have a hue halfway between two colour names,
+It needs no file, trains in seconds, and its uncertainty is known: some shapes have a hue halfway between two color names,
 and the annotators disagree about them exactly as often as the hue says. Scenes are drawn from a seed; different seeds give
 different worlds, so splits are worlds of their own.
 """
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from bayesattn.scalars import check_count
 from bayesattn_recipes.vision.annotations import Question
 from bayesattn_recipes.vision.features import StoredRegions
 
@@ -23,7 +24,7 @@ CELL = 16
 SIDE = GRID[0] * CELL
 # blocks of pixels along a side of a cell that are averaged into one feature
 BLOCKS = 4
-# grey of the empty ground
+# gray of the empty ground
 GROUND = 40.0
 FEATURE_DIM = 3 * BLOCKS * BLOCKS + 2
 
@@ -33,7 +34,7 @@ COLORS = tuple(HUES)
 MAX_SHAPES = 4
 NUMBER_WORDS = ("no", "one", "two", "three", "four")
 
-# degrees within which annotators agree on a colour; how often they slip otherwise
+# degrees within which annotators agree on a color, and their error rate otherwise
 HUE_TOLERANCE = 15.0
 AMBIGUOUS_SHARE = 0.2
 SHAPE_SLIP, ANSWER_SLIP, COUNT_SLIP = 0.04, 0.06, 0.03
@@ -50,7 +51,7 @@ class Shape:
 
     @property
     def color(self) -> str:
-        """The colour most annotators name."""
+        """The color most annotators name."""
         return COLORS[int(np.argmax(color_shares(self.hue)))]
 
 
@@ -88,8 +89,7 @@ def make_shapes_world(
         captions_per_image: Captions of each.
     """
     for name, value in (("num_images", num_images), ("questions_per_image", questions_per_image)):
-        if value < 1:
-            raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
+        check_count(name, value)
     rng = np.random.default_rng(seed)
     names = [f"shapes-{seed}-{index:04d}" for index in range(num_images)]
     scenes = [_draw_scene(rng) for _ in names]
@@ -103,9 +103,9 @@ def make_shapes_world(
 
 
 def pixel_features(images: UInt8[Tensor, "n height width 3"]) -> Float[Tensor, "n r d"]:
-    """Return the features of the 4 × 4 cells: mean colours of 4 × 4 blocks, and the place of the cell.
+    """Return the features of the 4 × 4 cells: mean colors of 4 × 4 blocks, and the place of the cell.
 
-    Pictures of another size are scaled first, so that any picture can be asked about.
+    Pictures of another size are scaled first, so that any picture can be used.
     """
     pixels = images.permute(0, 3, 1, 2).float() / 255.0
     blocks = torch.nn.functional.adaptive_avg_pool2d(pixels, (GRID[0] * BLOCKS, GRID[1] * BLOCKS))
@@ -113,7 +113,7 @@ def pixel_features(images: UInt8[Tensor, "n height width 3"]) -> Float[Tensor, "
     colors = cells.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
     row, column = torch.meshgrid(torch.linspace(-1.0, 1.0, GRID[0]), torch.linspace(-1.0, 1.0, GRID[1]), indexing="ij")
     place = torch.stack([row.flatten(), column.flatten()], dim=1).expand(len(images), -1, -1)
-    # measured from the empty ground, by fixed numbers: every split and every picture of the user's is treated alike
+    # measured from the empty ground, by fixed numbers: every split and every picture of a user is treated alike
     return torch.cat([(colors - GROUND / 255.0) / 0.3, place], dim=2)
 
 
@@ -162,7 +162,7 @@ def _paint(scene: Sequence[Shape], rng: np.random.Generator) -> np.ndarray:
 
 
 def _ask(name: str, scene: Sequence[Shape], rng: np.random.Generator, num_annotators: int) -> Question:
-    """Ask one question that has an answer, and let every annotator answer it."""
+    """Return one question that has an answer, with the answers of all annotators."""
     once = [shape for shape in scene if sum(other.kind == shape.kind for other in scene) == 1]
     alone = [shape for shape in scene if sum(other.color == shape.color for other in scene) == 1]
     kinds = ["number", "yes/no", *(["color"] if once else []), *(["shape"] if alone else [])]
@@ -179,7 +179,7 @@ def _ask(name: str, scene: Sequence[Shape], rng: np.random.Generator, num_annota
         count = sum(what in ("shape", shape.kind) for shape in scene)
         text, options = f"how many {what}s are there?", tuple(map(str, range(MAX_SHAPES + 2)))
         shares = np.zeros(len(options))
-        # annotators miscount by one, and the more there is to count the more often; nobody sees a shape where none is
+        # annotators miscount by one, more often the more there is to count, but never count a shape where there is none
         shares[[count, count + 1, max(count - 1, 0)]] = COUNT_SLIP * count / 2
         shares[count] = 1.0 - COUNT_SLIP * count
     else:
@@ -197,7 +197,7 @@ def _claim(scene: Sequence[Shape], rng: np.random.Generator) -> tuple[str, bool]
         if first.column != second.column and (first.kind, first.color) != (second.kind, second.color):
             if (first.column < second.column) != wanted:
                 first, second = second, first
-            # a twin of either in the picture would leave open which one is meant
+            # a second shape like either would make the question ambiguous
             twins = [s for s in scene if (s.kind, s.color) in ((first.kind, first.color), (second.kind, second.color))]
             if len(twins) == 2:
                 return f"is the {first.color} {first.kind} left of the {second.color} {second.kind}?", wanted
@@ -215,7 +215,7 @@ def _slip(right: int, count: int, rate: float) -> np.ndarray:
 
 
 def _describe(scene: Sequence[Shape], rng: np.random.Generator) -> str:
-    """Return one caption: people look at different things and name ambiguous colours differently."""
+    """Return one caption: people describe different things and name ambiguous colors differently."""
     words = [f"{rng.choice(COLORS, p=color_shares(shape.hue))} {shape.kind}" for shape in scene]
     style = int(rng.integers(4))
     if style == 0 and len(scene) > 1:

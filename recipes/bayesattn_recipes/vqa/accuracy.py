@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bayesattn.scalars import check_choice
 from bayesattn_recipes.vision.annotations import Question
 from bayesattn_recipes.vqa.vocabulary import Vocabulary
 
@@ -21,13 +22,15 @@ def soft_accuracy(num_same: int, num_annotators: int, form: Form = "paper") -> f
         paper           min(n/3, 1)
         leave_one_out   the mean of min(n/3, 1) over all sets of annotators without one: 0, .3, .6, .9, 1 for ten
 
-    With fewer than three annotators there is no three to agree: the accuracy is the share that gave the answer, so with
+    With fewer than three annotators the accuracy is the share that gave the answer, so with
     one annotator (DAQUAR) it is exact match.
     """
     if not 0 <= num_same <= num_annotators or num_annotators < 1:
-        raise ValueError(f"num_same is {num_same!r} of {num_annotators!r} annotators; allowed: 0 to all, of at least 1")
-    if form not in ("paper", "leave_one_out"):
-        raise ValueError(f"form is {form!r}; allowed: 'paper', 'leave_one_out'")
+        raise ValueError(
+            f"num_same must be from 0 to the number of annotators, of which there must be one, got {num_same!r} of "
+            f"{num_annotators!r}"
+        )
+    check_choice("form", form, ("paper", "leave_one_out"))
     if num_annotators < 3:
         return num_same / num_annotators
     if form == "paper":
@@ -55,9 +58,9 @@ def wordnet() -> Any:
 
         reader.ensure_loaded()
     except ModuleNotFoundError:
-        raise ValueError("WUPS needs the package 'nltk'; install it with: pip install nltk") from None
+        raise ValueError("WUPS needs the package 'nltk'. Install it with: pip install nltk") from None
     except LookupError:
-        raise ValueError("WUPS needs WordNet; get it with: python -m nltk.downloader wordnet") from None
+        raise ValueError("WUPS needs WordNet. Get it with: python -m nltk.downloader wordnet") from None
     return reader
 
 

@@ -1,4 +1,4 @@
-"""One question about one picture: answer, probability, p-value, and where the model looked."""
+"""One question about one picture: answer, probability, p-value, and where the model attended."""
 
 import io
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from bayesattn.evaluation.runs import write_bytes
 from bayesattn.metrics import top_two_p_value
 from bayesattn.plots import plot_overlay
 from bayesattn.prediction import predict
+from bayesattn.scalars import check_count
 from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.vision.features import Regions, read_regions
 from bayesattn_recipes.vision.ids import find_name
@@ -26,7 +27,7 @@ from bayesattn_recipes.vqa.train import VQAConfig, load_run
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says.
+    """An answer of the model.
 
     Attributes:
         text: The answer.
@@ -37,7 +38,7 @@ class Answer:
         maps: Attention over the regions, averaged over heads: `prior`, `mean`, `std`, each (1, regions).
         image: The picture.
         grid: Rows and columns of the regions, or None.
-        boxes: Places of the regions where they are no grid.
+        boxes: Places of the regions where they are not a grid.
     """
 
     text: str
@@ -81,13 +82,14 @@ def ask(
     """
     config, model = load_run(run)
     if not question.strip():
-        raise ValueError("question is empty; allowed: at least one word")
+        raise ValueError("question must have at least one word, got none")
     picture = _picture(config, image, data)
     subject = _regions(config, image, picture, features, data)
     channels = subject[0].shape[-1]
     if channels != model.region_proj.in_features:
         raise ValueError(
-            f"the features of {image.name} have {channels} channels; the run was trained on {model.region_proj.in_features}"
+            f"the features of {image.name} have {channels} channels, but the run was trained on "
+            f"{model.region_proj.in_features}"
         )
     return answer(config, model, question, picture, *subject, num_samples=num_samples, seed=seed)
 
@@ -115,12 +117,11 @@ def answer(
         regions: Its features.
         mask: True where there is a region.
         grid: Rows and columns of the regions, or None.
-        boxes: Places of the regions where they are no grid.
+        boxes: Places of the regions where they are not a grid.
         num_samples: Draws, at least 2.
         seed: Of the draws.
     """
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples!r}; allowed: an integer of at least 2")
+    check_count("num_samples", num_samples, least=2)
     words, word_mask = model.vocabulary.encode([question])
     inputs = {"words": words, "word_mask": word_mask, "regions": regions, "region_mask": mask}
     p_value, method = None, usual_method(available_methods(config))
@@ -151,7 +152,7 @@ def _regions(config: VQAConfig, image: Path, picture: Tensor, features: Path | N
     """Return features, mask, grid and boxes of a picture, from its pixels (shapes) or found by its name."""
     if config.data.dataset == "shapes":
         if features is not None:
-            raise ValueError("features is given; allowed for a run on shapes: none, they are computed from the pixels")
+            raise ValueError("leave out --features: a run on shapes computes them from the pixels")
         values = pixel_features(picture[None])
         return values, torch.ones(values.shape[:2], dtype=torch.bool), GRID, None
     regions, name = _find(config, image, features, data)
@@ -172,14 +173,14 @@ def _picture(config: VQAConfig, image: Path, data: Path | None) -> UInt8[Tensor,
     for name in (image.name, image.stem):
         if name in pictures:
             return pictures.read(name)
-    raise ValueError(f"image is {image.name!r}, neither a file nor one of the data set's pictures")
+    raise ValueError(f"image {image.name!r} is neither a file nor one of the data set's pictures")
 
 
 def _find(config: VQAConfig, image: Path, features: Path | None, data: Path | None) -> tuple[Regions, str]:
     """Return the features that hold a picture, and its name in them."""
     if features is None and data is None:
         raise ValueError(
-            f"no features for {image.name}: give --features, a file of `bayesattn features`, or --data, the folder with "
+            f"{image.name} has no features. Give --features, a file of `bayesattn features`, or --data, the folder with "
             f"{config.data.dataset}/, for a picture of that set"
         )
     if features is not None:

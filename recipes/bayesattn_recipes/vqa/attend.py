@@ -1,11 +1,11 @@
-"""What a model looks at in the image: prior, mean and deviation of the attention over the regions.
+"""Where a model attends in the image: prior, mean and deviation of the attention over the regions.
 
-The last SGA layer's self-attention W (regions × regions) is the last Bayesian attention over the image. Its rows are read
-in proportion to the weights r that the attentional reduction gives to them,
+The last SGA layer's self-attention W (regions × regions) is the last Bayesian attention over the image. Its rows are
+averaged with the weights r that the attentional reduction gives them,
 
     map_j = Σ_i r_i W_ij
 
-so the map is a distribution over regions. The prior Ψ of that layer has one weight per region and needs no such reading.
+so the map is a distribution over regions. The prior Ψ of that layer has one weight per region and needs no average.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def attention_maps(
 
     Args:
         model: In eval mode.
-        inputs: What the model is called with.
+        inputs: The model's arguments.
         num_samples: Draws, at least 2.
         seed: Of the draws.
     """
@@ -48,7 +48,7 @@ def attention_maps(
         priors: list[Tensor] = []
         hook = attend.bayes_prior.register_forward_hook(lambda module, args, log_prior: priors.append(log_prior.exp()))
         try:
-            # the prior is computed only where a KL is wanted
+            # the prior is computed only where a KL is needed
             with record_kl():
                 model(**inputs)
         finally:

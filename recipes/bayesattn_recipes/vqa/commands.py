@@ -1,4 +1,4 @@
-"""Commands about pictures: ask a question about one, compute the features of one's own."""
+"""Commands about pictures: answer a question about one, compute features of your own."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,7 @@ def ask(
     if answer.unknown:
         console.print(escape(f"unknown words: {', '.join(answer.unknown)}"), highlight=False, soft_wrap=True)
     if answer.grid is None and answer.boxes is None:
-        console.print("no overlay: the features do not say where their regions are", soft_wrap=True)
+        console.print("no overlay: the features have no places of their regions", soft_wrap=True)
         return
     path = Path(f"{image.stem}-attention.png") if out is None else out
     answer.draw(path, f"{question} {line}")
@@ -52,7 +52,7 @@ def features(
     out: Annotated[Path, typer.Option(help="The feature file to write.")],
     backbone: Annotated[str, typer.Option(help="A timm model whose last feature map is taken.")] = "resnet50",
     weights: Annotated[
-        Path | None, typer.Option(help="Its weights as a safetensors file; default: those timm has at hand.")
+        Path | None, typer.Option(help="Its weights as a safetensors file; default: those that timm finds.")
     ] = None,
     project: Annotated[
         Path | None, typer.Option(help="A …_meta.npz with the principal components of the features a run was trained on.")
@@ -85,5 +85,5 @@ def features(
 def _read_size(text: str) -> tuple[int, int]:
     height, _, width = text.partition("x")
     if not (height.isdigit() and width.isdigit()):
-        raise ValueError(f"size is {text!r}; allowed: HEIGHTxWIDTH in pixels, as in 224x288")
+        raise ValueError(f"size must be HEIGHTxWIDTH in pixels, as in 224x288, got {text!r}")
     return int(height), int(width)

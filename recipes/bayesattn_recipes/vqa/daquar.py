@@ -32,11 +32,13 @@ def read_questions(folder: Path) -> dict[str, list[Question]]:
     """
     lines = [line.strip() for line in _read(folder / "all_qa_pairs.txt").splitlines() if line.strip()]
     if len(lines) % 2:
-        raise ValueError(f"{folder / 'all_qa_pairs.txt'} has {len(lines)} lines; allowed: pairs of question and answer")
+        raise ValueError(
+            f"{folder / 'all_qa_pairs.txt'} must hold pairs of a question and an answer, got {len(lines)} lines"
+        )
     splits = {name: set(_read(folder / f"{name}_images_list.txt").split()) for name in ("train", "test")}
     both = sorted(splits["train"] & splits["test"])
     if both:
-        raise ValueError(f"{folder}: {len(both)} images are in both splits, {both[0]!r} first; allowed: each in one")
+        raise ValueError(f"{folder}: {len(both)} images are in both splits, {both[0]!r} first. Each image must be in one")
     questions: dict[str, list[Question]] = {name: [] for name in splits}
     for number, (text, answer) in enumerate(zip(lines[::2], lines[1::2])):
         found = _IMAGE.findall(text)

@@ -25,7 +25,7 @@ from bayesattn_recipes.vqa.vocabulary import Vocabulary
 DatasetName = Literal["shapes", "daquar", "vqa2"]
 # folders inside the data folder
 FOLDERS: dict[str, Any] = {"daquar": daquar, "vqa2": vqa2}
-# one split for all seeds and variants: runs differ in initialisation, batch order and noise, never in their data
+# one split for all seeds and variants: runs differ in initialization, batch order and noise, never in their data
 SPLIT_SEED = 20200
 SHAPES_SEEDS = {"train": 1, "validation": 2, "test": 3}
 SHAPES_TEST_IMAGES = 250
@@ -65,7 +65,7 @@ class Split:
         questions: The questions.
         regions: Features of all images of the data set.
         places: Where each question's image is in `regions`.
-        pictures: The images to look at, by name; None where there are none.
+        pictures: The images, by name; None where there are none.
     """
 
     questions: list[Question]
@@ -118,8 +118,8 @@ def load_splits(config: DataConfig, data: Path | None) -> dict[str, Split]:
     with explained(config.dataset, data):
         if data is None:
             raise ValueError(
-                f"data is None; allowed for {config.dataset}: the folder that holds {config.dataset}/, "
-                "by --data or the variable BAYESATTN_DATA"
+                f"{config.dataset} needs data, the folder that holds {config.dataset}/. Give it with --data or the variable "
+                "BAYESATTN_DATA"
             )
         reader, folder = FOLDERS[config.dataset], data / config.dataset
         questions: dict[str, list[Question]] = reader.read_questions(folder)
@@ -144,7 +144,7 @@ def find_pictures(dataset: str, folder: Path) -> Pictures | None:
 
 
 def build_vocabulary(questions: Sequence[Question], config: DataConfig) -> Vocabulary:
-    """Return the words of training questions, and their most frequent answers counted once a question."""
+    """Return the words of training questions, and their most frequent answers counted once per question."""
     return Vocabulary.build(
         (question.text for question in questions),
         (Counter(question.answers).most_common(1)[0][0] for question in questions),

@@ -1,4 +1,4 @@
-"""Ask a trained model for M answers to every test question, on clean and on noisy features."""
+"""Draw M answers of a trained model to every test question, on clean and on noisy features."""
 
 import dataclasses
 import itertools
@@ -17,6 +17,7 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn.metrics import PredictionTable, tabulate_predictions
 from bayesattn.precision import without_autocast
 from bayesattn.prediction import predict
+from bayesattn.scalars import check_not_negative
 from bayesattn_recipes.common.prediction import drawing_methods, make_predict_run
 from bayesattn_recipes.vision.features import add_noise
 from bayesattn_recipes.vqa.accuracy import soft_targets
@@ -30,7 +31,7 @@ PAPER_VARIANCE = 5.0
 # questions answered together, and draws of them
 BATCH_SIZE = 128
 CHUNK_SIZE = 10
-# batches that are made into a table together: on a GPU a table is launches, whatever its length
+# batches that become one table: on a GPU the cost of a table is its launches, whatever its length
 TABLE_BATCHES = 8
 # values that one split and method may take in a run's predictions; of larger sets evenly spaced questions are kept
 MAX_VALUES = 2**25
@@ -40,7 +41,7 @@ PICTURE_SIDE = 112
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to look at a split: with noise of some variance on its features."""
+    """A split with noise of some variance on its features."""
 
     name: str
     split: Split
@@ -50,11 +51,10 @@ class Condition:
 def noisy_conditions(split: Split, strengths: Sequence[float], dataset: str) -> list[Condition]:
     """Return the test split with noise: `noise-S` of S standard deviations of the features, and the paper's variance.
 
-    The paper's absolute variance belongs to features of an ImageNet backbone; the pixels of the shapes world are none.
+    The paper's absolute variance belongs to features of an ImageNet backbone; the shapes world has none.
     """
     for strength in strengths:
-        if not 0.0 <= strength < float("inf"):
-            raise ValueError(f"strength is {strength!r}; allowed: a finite number of at least 0")
+        check_not_negative(strength=strength)
     conditions = [
         Condition(f"noise-{strength:g}", split, strength**2 * split.regions.variance) for strength in strengths if strength
     ]
@@ -148,7 +148,8 @@ def draws(
 ) -> Iterator[tuple[dict[str, Float[Tensor, "_ b c"]], list[int]]]:
     """Yield the probability of every answer by method, draws first, on the model's device, with the questions' indices.
 
-    The feature noise depends on the seed and the question alone, so that all methods and models on a device see the same.
+    The feature noise depends on the seed and the question alone, so that it is the same for all methods and models on a
+    device.
     """
     split, device = condition.split, next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -178,7 +179,7 @@ def draws(
 def tabulate(
     model: MCAN, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
 ) -> dict[str, PredictionTable]:
-    """Return by method one row of numbers for every question of any number of questions, without keeping the draws."""
+    """Return by method one row of numbers per question, without keeping the draws."""
     tables: dict[str, list[PredictionTable]] = {method: [] for method in methods}
     found = draws(model, condition, methods, num_samples, seed)
     while parts := list(itertools.islice(found, TABLE_BATCHES)):
@@ -186,7 +187,7 @@ def tabulate(
         targets = soft_targets(questions, model.vocabulary, "paper")
         for method in methods:
             samples = torch.cat([by_method[method] for by_method, _ in parts], dim=1)
-            # where the draws are: the entropy of a thousand answers is work for the device, in full precision
+            # on the device of the draws: the entropy of a thousand answers is expensive, in full precision
             with without_autocast(samples.device.type):
                 table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
             tables[method].append(table)
@@ -219,7 +220,7 @@ def choose_device() -> torch.device:
 
 
 def training_precision(config: VQAConfig) -> torch.autocast:
-    """Return the context in which a model answers as precisely as it was trained and its epoch chosen."""
+    """Return the context with the precision of the training, in which the epoch was chosen."""
     return torch.autocast(choose_device().type, torch.bfloat16, enabled=config.training.precision == "bf16")
 
 

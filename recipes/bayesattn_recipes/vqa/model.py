@@ -36,8 +36,8 @@ class MCANSize:
         fused_dim: Features of the question and image together.
         dropout: Everywhere but on attention weights.
         attention_dropout: On attention weights; upstream MCAN has 0.1, the authors' Bayesian runs none.
-        grid_cells: Cells of a grid of features, each with a learnt vector for its place, without which nothing is left or
-            right of anything; 0: regions without a place, as in MCAN, whose boxes overlap.
+        grid_cells: Cells of a grid of features, each with a learned vector for its place, which questions about left and
+            right need; 0: regions without a place, as in MCAN, whose boxes overlap.
     """
 
     width: Count = 512
@@ -53,7 +53,7 @@ class MCANSize:
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
-            raise ValueError(f"num_heads is {self.num_heads!r}; allowed: a divisor of width {self.width}")
+            raise ValueError(f"num_heads must divide width {self.width}, got {self.num_heads!r}")
 
 
 class AttentionalReduction(nn.Module):
@@ -135,7 +135,7 @@ class MCAN(nn.Module):
         Args:
             words: Indices of the vocabulary, padded at the end.
             word_mask: True where there is a word.
-            regions: Features; what they hold where `region_mask` is False changes nothing.
+            regions: Features; values where `region_mask` is False have no effect.
             region_mask: True where there is a region.
         """
         question, _ = self.lstm(self.embedding(words))
@@ -144,7 +144,7 @@ class MCAN(nn.Module):
         image = self.region_proj(regions)
         if self.place is not None:
             if len(self.place) != regions.shape[1]:
-                raise ValueError(f"regions has {regions.shape[1]} regions; allowed: grid_cells, {len(self.place)}")
+                raise ValueError(f"regions must have grid_cells = {len(self.place)} regions, got {regions.shape[1]}")
             image = image + self.place
         no_word, no_region = ~word_mask, ~region_mask
         for layer in self.question_layers:

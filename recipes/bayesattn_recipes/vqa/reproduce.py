@@ -1,4 +1,4 @@
-"""The paper's VQA table beside ours: accuracy and PAvPU on clean and noisy features, several seeds, paired tests.
+"""The paper's VQA table beside the results: accuracy and PAvPU on clean and noisy features, several seeds, paired tests.
 
 As in the paper, the accuracy is that of the deterministic prediction, and the certainty of an answer comes from M = 20
 draws of attention and dropout together (dropout alone where attention is soft), by Welch's test on the probabilities.
@@ -58,7 +58,7 @@ def reproduce(
         data: The folder of the data sets.
         out: Folder of the runs; a finished one is not repeated.
         console: Where to print.
-        minutes: No run begins later than this; the tables are of what is finished, and the same call goes on later.
+        minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
         settings: `name=value` on top of every config.
     """
     names = choose("datasets", names, DATASETS, at_hand(DATASETS, data))
@@ -176,7 +176,7 @@ def _accuracy_of(predicted: torch.Tensor, split: Split, model: MCAN) -> torch.Te
 
 
 def _wups(predicted: list[int], split: Split, model: MCAN) -> dict[str, float]:
-    """Return WUPS at both usual thresholds, or nothing where WordNet is not at hand."""
+    """Return WUPS at both usual thresholds, or nothing where WordNet is not installed."""
     try:
         reader = wordnet()
     except ValueError:

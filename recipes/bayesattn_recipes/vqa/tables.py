@@ -8,9 +8,9 @@ from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn_recipes.common.tables import Cells, Column, difference_table, mean_table
 
-# noise of the curve: its variance in units of the features' own; models that look at photos forget them later
+# noise of the curve: its variance in units of the features' own; models of photos break down only at larger noise
 LEVELS = {"shapes": (0.5, 1.0, 2.0), "daquar": (0.5, 1.0, 2.0, 4.0, 8.0), "vqa2": (0.5, 1.0, 2.0, 4.0, 8.0)}
-# the paper's VQA table, on VQA-v2: accuracy clean and noisy, PAvPU clean and noisy, in per cent; NOKL is not reported
+# the paper's VQA table, on VQA-v2: accuracy clean and noisy, PAvPU clean and noisy, in percent; NOKL is not reported
 PAPER = {
     "soft": (66.95, 61.25, 70.04, 65.34),
     "lf": (66.89, 61.43, 69.92, 65.48),
@@ -98,7 +98,7 @@ def draw_curve(dataset: str, by_variant: Cells, path: Path) -> None:
         for index, (variant, by_seed) in enumerate(by_variant.items()):
             points = [over_runs([cell[f"{condition} {name}"] for cell in by_seed.values()]) for condition in conditions]
             values = [point.value for point in points]
-            # that of two runs is 12.7 standard errors to each side, and would hide all others
+            # the interval of two runs is 12.7 standard errors to each side, and would hide all others
             errors = [0.0 if point.high is None or point.num_runs < 3 else point.high - point.value for point in points]
             style = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": LINES[index % len(LINES)]}
             # side by side, so that the intervals can be told apart

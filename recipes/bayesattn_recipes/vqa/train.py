@@ -35,11 +35,11 @@ class VQAConfig:
     at epoch `decay_from` and every `decay_every` epochs after it: MCAN's own schedule.
 
     Args:
-        attention: Soft or Bayesian attention, or a rival of it (docs/baselines.md).
+        attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: Epochs, batch size, KL schedule.
         data: Which data set, words and answers.
         model: Sizes.
-        seed: Initialisation, batch order, dropout and attention noise.
+        seed: Initialization, batch order, dropout and attention noise.
         learning_rate: After warm-up.
         warmup_epochs: Epochs until it is reached.
         decay_from: First epoch, counted from 0, with a lower rate.
@@ -68,7 +68,7 @@ def load_config(name: str, settings: Sequence[str] = ()) -> VQAConfig:
 
 
 def learning_rate_factor(config: VQAConfig, epoch: int) -> float:
-    """Return what the learning rate is multiplied by in an epoch, counted from 0."""
+    """Return the factor of the learning rate in an epoch, counted from 0."""
     rise = min((epoch + 1) / config.warmup_epochs, 1.0)
     reductions = 0 if epoch < config.decay_from else 1 + (epoch - config.decay_from) // config.decay_every
     return rise * config.decay_factor**reductions
@@ -79,7 +79,7 @@ class VQAExperiment(Experiment):
 
     Args:
         config: The run.
-        data: The folder of the data sets, or the splits if they were read before.
+        data: The folder of the data sets, or splits that are already loaded.
 
     Attributes:
         num_skipped: Training questions left out because none of their answers is in the vocabulary.
@@ -147,7 +147,7 @@ class VQAExperiment(Experiment):
 
 
 def model_inputs(split: Split, indices: Int[Tensor, " b"], vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """Return what the model is called with for some questions of a split."""
+    """Return the model's arguments for some questions of a split."""
     words, word_mask = vocabulary.encode([split.questions[index].text for index in indices.tolist()])
     regions, region_mask = split.gather(indices)
     return {"words": words, "word_mask": word_mask, "regions": regions, "region_mask": region_mask}
@@ -180,7 +180,7 @@ def load_run(folder: Path) -> tuple[VQAConfig, MCAN]:
     tensors, _ = read_tensors(folder / CHECKPOINT_FILE)
     missing = sorted({"vocabulary_bytes", "region_proj.weight"} - tensors.keys())
     if missing:
-        raise RunError(f"{folder / CHECKPOINT_FILE} lacks {missing}; allowed: a checkpoint of recipe {RECIPE!r}")
+        raise RunError(f"{folder / CHECKPOINT_FILE} must be a checkpoint of recipe {RECIPE!r}, but lacks {missing}")
     vocabulary = Vocabulary.from_tensor(tensors["vocabulary_bytes"])
     model = build_model(config, vocabulary, tensors["region_proj.weight"].shape[1])
     runs.load_parameters(folder, model)

@@ -17,7 +17,7 @@ def load_vectors(embedding: Float[Tensor, "words d"], path: Path, word_index: Ma
     """
     vectors = read_vectors(path, word_index, embedding.shape[1])
     if not vectors:
-        raise ValueError(f"word vectors {path} have none of the {len(word_index)} words; allowed: vectors of their language")
+        raise ValueError(f"word vectors {path} have none of the {len(word_index)} words. Give vectors of their language")
     for index, vector in vectors.items():
         embedding[index] = vector
     return len(vectors)
@@ -43,8 +43,8 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
                 word, *values = line.rstrip().rsplit(" ", dim)
                 if len(values) != dim or (" " in word and _is_number(word.rsplit(" ", 1)[1])):
                     raise ValueError(
-                        f"{path}, line {number}, begins {line[:40]!r}; allowed: a word and word_dim, {dim}, numbers on "
-                        "every line, one space between them"
+                        f"{path}, line {number} must be a word and word_dim = {dim} numbers, separated by single spaces, "
+                        f"got {line[:40]!r}"
                     )
                 if word in word_index:
                     vectors[word_index[word]] = _parse(values, f"{path}, line {number}")
@@ -58,7 +58,7 @@ def _parse(values: list[str], where: str) -> Float[Tensor, " d"]:
         vector = torch.tensor([float(value) for value in values])
         if bool(vector.isfinite().all()):
             return vector
-    raise ValueError(f"{where}: the vector has an entry that is no finite number")
+    raise ValueError(f"{where}: the vector has an entry that is not a finite number")
 
 
 def _is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Words and answers a model knows, and how texts become them. The vocabulary travels in the run's checkpoint."""
+"""Words and answers of a model, and how texts are mapped to them. The vocabulary is stored in the run's checkpoint."""
 
 import json
 import re
@@ -30,14 +30,14 @@ _CONTRACTIONS = {word.replace("'", ""): word for word in _CONTRACTED.split()}
 
 
 def tokenize(text: str) -> list[str]:
-    """Return the words of a question: lower case, letters, digits and underscores; apostrophes go, the rest separates."""
+    """Return the lower-case words of a question: letters, digits and underscores; apostrophes are dropped."""
     return re.findall(r"\w+", re.sub("['’]", "", text.lower()))
 
 
 def normalize_answer(answer: str) -> str:
     """Return an answer as VQA's evaluation compares it: lower case, numbers as digits, no articles, no punctuation.
 
-    A comma between digits goes, a period between digits stays, other punctuation becomes a space.
+    A comma between digits is dropped, a period between digits is kept, other punctuation becomes a space.
     """
     text = re.sub(r"(?<=\d),(?=\d)", "", answer.lower().strip())
     text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text)
@@ -52,7 +52,7 @@ class Vocabulary(WordVocabulary):
 
     Args:
         words: Of questions.
-        answers: That can be given.
+        answers: Answers that can be given.
         max_words: Longest question; what comes after is cut off.
     """
 
@@ -64,7 +64,7 @@ class Vocabulary(WordVocabulary):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.answers) < 2:
-            raise ValueError(f"answers is {self.answers}; allowed: at least two")
+            raise ValueError(f"answers must hold at least two, got {self.answers}")
 
     @cached_property
     def answer_index(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ class Vocabulary(WordVocabulary):
     def encode(self, questions: Sequence[str]) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
         """Return word indices, padded at the end to the longest question, and True where there is a word.
 
-        A question without any word is one unknown word: no attention is left without a key.
+        A question without any word is one unknown word: so attention always has a key.
         """
         rows = []
         for question in questions:
@@ -102,7 +102,7 @@ class Vocabulary(WordVocabulary):
         return [word for word in tokenize(question) if word not in self.word_index]
 
     def to_tensor(self) -> UInt8[Tensor, " bytes"]:
-        """Return the vocabulary as bytes, to lie in a checkpoint beside the parameters."""
+        """Return the vocabulary as bytes, to be stored in a checkpoint with the parameters."""
         return text_to_tensor(json.dumps([self.words[2:], self.answers, self.max_words]))
 
     @classmethod
@@ -114,5 +114,7 @@ class Vocabulary(WordVocabulary):
             raise ValueError(f"the checkpoint's vocabulary cannot be read: {error}") from None
         lists = isinstance(words, list) and isinstance(answers, list) and all(isinstance(w, str) for w in (*words, *answers))
         if not lists or type(max_words) is not int or max_words < 1:
-            raise ValueError("the checkpoint's vocabulary cannot be read; allowed: words, answers and the longest question")
+            raise ValueError(
+                "the checkpoint's vocabulary cannot be read: it must hold words, answers and the longest question's length"
+            )
         return cls((*RESERVED, *words), tuple(answers), max_words)

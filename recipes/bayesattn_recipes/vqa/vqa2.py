@@ -2,7 +2,7 @@
 
     DATA/vqa2/
       v2_OpenEnded_mscoco_train2014_questions.json, v2_mscoco_train2014_annotations.json, and the same for val2014
-      features/      one npz an image (`COCO_train2014_000000000009.jpg.npz`), in subfolders or not; or
+      features/      one npz per image (`COCO_train2014_000000000009.jpg.npz`), in subfolders or not; or
       features.h5    all images (see `H5Regions`), ids being COCO's numbers
       images/        the photos, if pictures of attention are wanted
 
@@ -41,8 +41,8 @@ def _read_split(folder: Path, coco: str) -> list[Question]:
         if asked.keys() != answered.keys():
             apart = sorted(asked.keys() ^ answered.keys())
             raise ValueError(
-                f"{asked_path.name} and {answered_path.name} disagree on {len(apart)} question ids, {apart[0]} first; "
-                "allowed: the same ids in both"
+                f"{asked_path.name} and {answered_path.name} must have the same question ids, but differ in {len(apart)}, "
+                f"{apart[0]} first"
             )
         questions = []
         for number, entry in asked.items():
@@ -51,7 +51,7 @@ def _read_split(folder: Path, coco: str) -> list[Question]:
                 raise ValueError(f"question {number} has image {entry['image_id']} but annotation {annotation['image_id']}")
             answers = tuple(normalize_answer(str(answer["answer"])) for answer in annotation["answers"])
             if not answers:
-                raise ValueError(f"question {number} has no answer; allowed: at least one")
+                raise ValueError(f"question {number} must have at least one answer, got none")
             name = f"COCO_{coco}_{int(entry['image_id']):012d}.jpg"
             questions.append(Question(name, str(entry["question"]), answers, str(annotation["answer_type"])))
     except (KeyError, TypeError, OverflowError) as error:
@@ -66,7 +66,7 @@ def read_regions(folder: Path) -> Regions:
         return H5Regions(packed)
     if files.is_dir():
         return NpzFolder([files, *sorted(path for path in files.rglob("*") if path.is_dir())])
-    raise ValueError(f"{folder} has no features; allowed: features.h5, or a folder features with one npz file an image")
+    raise ValueError(f"{folder} has no features. It needs features.h5, or a folder features with one npz file per image")
 
 
 def feature_name(image: str, regions: Regions) -> str:

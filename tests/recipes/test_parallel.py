@@ -4,10 +4,8 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
-from bayesattn_recipes.language import model as encoders
-from bayesattn_recipes.language.work import HOPELESS, run_all, unpacked, warm_up
+from bayesattn_recipes.common.parallel import MOST_FAILURES, run_all, warm_up
+from bayesattn_recipes.common.reproduce import deadline_after
 
 
 def touch(folder, name):
@@ -29,8 +27,8 @@ def die_once(folder, name):
     touch(folder, name)
 
 
-def write_cache_name(folder, name):
-    Path(folder, name).write_text(os.environ[encoders.CACHE_VARIABLE])
+def write_variable(folder, name):
+    Path(folder, name).write_text(os.environ["BAYESATTN_CACHE"])
 
 
 def names_in(folder):
@@ -52,18 +50,18 @@ def test_killed_process_costs_no_entry(tmp_path):
     assert names_in(tmp_path) == ["a", "b", "c", "died"]
 
 
-def test_cache_that_is_younger_than_the_parent_of_all_processes_reaches_them(tmp_path, monkeypatch):
-    warm_up()
-    monkeypatch.setenv(encoders.CACHE_VARIABLE, "a folder")
-    outcome = run_all(write_cache_name, {name: (str(tmp_path), name) for name in "ab"}, num_processes=2)
+def test_variable_that_is_younger_than_the_parent_of_all_processes_reaches_them(tmp_path, monkeypatch):
+    warm_up(["torch"])
+    monkeypatch.setenv("BAYESATTN_CACHE", "a folder")
+    outcome = run_all(write_variable, {name: (str(tmp_path), name) for name in "ab"}, num_processes=2)
     assert not outcome.failures
     assert [(tmp_path / name).read_text() for name in "ab"] == ["a folder"] * 2
 
 
 def test_work_where_everything_fails_is_given_up(tmp_path):
-    work = {str(number): (str(tmp_path), str(number), True) for number in range(HOPELESS + 4)}
+    work = {str(number): (str(tmp_path), str(number), True) for number in range(MOST_FAILURES + 4)}
     outcome = run_all(fail_if, work)
-    assert len(outcome.failures) == HOPELESS
+    assert len(outcome.failures) == MOST_FAILURES
     assert len(outcome.left) == 4
 
 
@@ -71,7 +69,7 @@ def test_nothing_begins_after_its_time(tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     # every look at the clock takes 20 s: one to set the end, then one before each entry
-    outcome = run_all(touch, {name: (str(tmp_path), name) for name in "abcde"}, minutes=1.0)
+    outcome = run_all(touch, {name: (str(tmp_path), name) for name in "abcde"}, deadline=deadline_after(1.0))
     assert names_in(tmp_path) == outcome.done == ["a", "b"]
     assert outcome.left == ["c", "d", "e"]
     assert outcome.reasons() == "3 were not begun"
@@ -82,21 +80,3 @@ def test_traceback_is_written_and_removed_when_the_entry_works(tmp_path):
     assert "ValueError: b is bad" in (tmp_path / "failures" / "b.txt").read_text()
     run_all(fail_if, {"b": (str(tmp_path), "b", False)}).write_failures(tmp_path / "failures")
     assert names_in(tmp_path / "failures") == []
-
-
-@pytest.mark.parametrize("has_cache", [False, True])
-def test_packed_encoder_is_unpacked_once_for_all_processes(tmp_path, monkeypatch, has_cache):
-    packed = tmp_path / f"{encoders.WEIGHTS}.xz"
-    packed.touch()
-    monkeypatch.delenv(encoders.CACHE_VARIABLE, raising=False)
-    if has_cache:
-        monkeypatch.setenv(encoders.CACHE_VARIABLE, str(tmp_path / "cache"))
-    seen = []
-    monkeypatch.setattr(
-        "bayesattn_recipes.language.work.packed_weights",
-        lambda path: seen.append((path, os.environ[encoders.CACHE_VARIABLE])),
-    )
-    with unpacked(str(tmp_path)):
-        cache = os.environ[encoders.CACHE_VARIABLE]
-    assert seen == [(packed, cache)]
-    assert os.environ.get(encoders.CACHE_VARIABLE) == (str(tmp_path / "cache") if has_cache else None)

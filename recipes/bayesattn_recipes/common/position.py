@@ -1,4 +1,4 @@
-"""Where a run stands between two optimiser steps, taken apart for a checkpoint and put together again."""
+"""The position of a run between two optimizer steps, packed for a checkpoint and unpacked again."""
 
 import warnings
 from dataclasses import dataclass, field, fields
@@ -13,18 +13,18 @@ from bayesattn_recipes.common.experiment import Experiment
 from bayesattn_recipes.common.processes import Processes, process_seed
 from bayesattn_recipes.common.state import Generators, like, load_model, load_optimizer
 
-# what each process adds up for its own examples
+# sums over each process' own examples
 SUMS = ("nll", "kl", "entropy", "observed")
 
 
 @dataclass
-class Standing:
-    """Where a run stands between two optimiser steps.
+class Position:
+    """The position of a run between two optimizer steps.
 
     Attributes:
-        step: Optimiser steps done.
+        step: Optimizer steps done.
         epoch: Epochs done.
-        batch: Optimiser steps done in the epoch that has begun.
+        batch: Optimizer steps done in the epoch that has begun.
         sums: Of this epoch: NLL, KL and attention entropy of this process' examples; labels and examples of all.
         rows: The log.
         best: Parameters to keep, if they are not the last.
@@ -44,18 +44,18 @@ class Standing:
     def pack(
         self, experiment: Experiment, processes: Processes, generators: Generators, extra: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return all that a run remembers as plain values and tensors; every process has to call this.
+        """Return the whole state of a run as plain values and tensors; every process has to call this.
 
         Args:
             experiment: What is trained.
-            processes: Which train it.
+            processes: The processes that train it.
             generators: Of this process, before the next step.
             extra: The experiment's own, before the next step.
         """
         scheduler = experiment.scheduler
         own = {"random": generators.pack(), "sums": {name: _to_cpu(value) for name, value in self.sums.items()}}
         return {
-            **{field.name: getattr(self, field.name) for field in fields(Standing) if field.name != "sums"},
+            **{field.name: getattr(self, field.name) for field in fields(Position) if field.name != "sums"},
             "processes": gather_object([own]) if processes.world > 1 else [own],
             "model": experiment.model.state_dict(),
             "optimizer": experiment.optimizer.state_dict(),
@@ -66,10 +66,10 @@ class Standing:
     @classmethod
     def unpack(
         cls, state: dict[str, Any], experiment: Experiment, processes: Processes, seed: int
-    ) -> tuple["Standing", Generators | None]:
-        """Undo `pack`: fill the experiment, and return where the run and this process' random generators stand.
+    ) -> tuple["Position", Generators | None]:
+        """Undo `pack`: fill the experiment, and return the position of the run and this process' random generators.
 
-        No generators are returned where the number of processes has changed: then they are seeded anew.
+        No generators are returned where the number of processes has changed: then they are seeded again.
         """
         each = state.pop("processes")
         parts = {name: state.pop(name) for name in ("model", "optimizer", "scheduler", "experiment")}
@@ -88,8 +88,8 @@ class Standing:
             at.sums = {name: move(value, device) for name, value in own["sums"].items()}
             return at, Generators.unpack(own["random"])
         warnings.warn(
-            f"the run was begun with {len(each)} processes and goes on with {processes.world}: examples, attention noise "
-            "keyed by example and the objective stay the same, dropout masks do not",
+            f"the run was started with {len(each)} processes and continues with {processes.world}: examples, attention "
+            "noise keyed by example and the objective stay the same, dropout masks do not",
             UserWarning,
             stacklevel=4,
         )

@@ -1,18 +1,17 @@
-"""Many trainings on one machine: several processes at a time, and one that fails does not take the others with it.
+"""Many training runs on one machine: several processes at a time, and one that fails does not end the others.
 
-One training leaves a GPU mostly waiting for the host, so several of them at once finish sooner than one after the other.
-Data are read and tokenised by the caller and travel with each entry of the work; a packed encoder is decompressed once.
+One run leaves a GPU mostly waiting for the host, so several at once finish sooner than one after the other.
+The arguments of a call travel to its process, so data are read once, by the caller.
 """
 
+import math
 import os
-import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, get_context
 from pathlib import Path
@@ -21,19 +20,18 @@ from typing import Any
 import torch
 
 from bayesattn.evaluation.runs import write_bytes
-from bayesattn_recipes.language.model import CACHE_VARIABLE, find_packed, packed_weights
 
-# a process may be killed for what its neighbours do (memory), so its entry gets a second chance
+# a process may be killed because others use too much memory, so its entry gets a second chance
 TRIES = 2
-# where nothing has worked so far, this many failures end the work: a wrong setting fails everywhere
-HOPELESS = 3
-# read once by the process that all others are forked from, which never touches a GPU; importing them takes seconds
-PRELOADED = ["bayesattn_recipes.language.reproduce"]
+# if nothing has finished yet, this many failures end the work: a wrong setting fails everywhere
+MOST_FAILURES = 3
+# environment variables of this project that later processes need
+VARIABLES = "BAYESATTN_"
 
 
 @dataclass
 class Outcome:
-    """What became of the entries of some work.
+    """The result of all entries.
 
     Attributes:
         done: Entries that finished.
@@ -63,17 +61,19 @@ class Outcome:
             write_bytes(folder / f"{name}.txt", text.encode())
 
 
-def warm_up() -> None:
-    """Let the imports of later processes begin now, beside whatever the caller does next; may be called again."""
-    forkserver.set_forkserver_preload(PRELOADED)
+def warm_up(preload: Sequence[str]) -> None:
+    """Import these modules now, in the process that all others are forked from, while the caller goes on.
+
+    It never touches a GPU, and importing takes seconds. May be called again.
+    """
+    forkserver.set_forkserver_preload(list(preload))
     forkserver.ensure_running()
 
 
-def _set_up(threads: int, cache: str | None) -> None:
-    """Give a new process its share of the cores, and the folder of decompressed encoders, younger than its parent."""
+def _set_up(threads: int, variables: dict[str, str]) -> None:
+    """Give a new process its share of the cores, and variables set since its parent was started."""
     torch.set_num_threads(threads)
-    if cache is not None:
-        os.environ[CACHE_VARIABLE] = cache
+    os.environ.update(variables)
 
 
 def run_all(
@@ -81,24 +81,25 @@ def run_all(
     work: Mapping[str, tuple[Any, ...]],
     *,
     num_processes: int = 1,
-    minutes: float | None = None,
+    deadline: float = math.inf,
+    is_strict: bool = False,
     on_begin: Callable[[str], Any] = lambda name: None,
     on_end: Callable[[str], Any] = lambda name: None,
 ) -> Outcome:
     """Call `function(*arguments)` for every entry, in their order; each call writes its own results.
 
     Args:
-        function: Of a module, not a local one: other processes have to find it.
+        function: With several processes a function of a module, which they can import.
         work: Arguments by name.
         num_processes: Calls at the same time; 1 stays in this process.
-        minutes: No call begins later than this; those that have begun are waited for.
+        deadline: No call begins later, in seconds of `time.monotonic`; those that have begun are waited for.
+        is_strict: Whether an error ends the work; only with one process.
         on_begin: Called with the name of an entry when its call begins.
         on_end: Called with the name of an entry that has finished or failed.
     """
-    deadline = time.monotonic() + 60.0 * (float("inf") if minutes is None else minutes)
     outcome = Outcome()
     if num_processes == 1 or len(work) < 2:
-        _run_here(function, work, deadline, outcome, on_begin, on_end)
+        _run_here(function, work, deadline, is_strict, outcome, on_begin, on_end)
     else:
         _run_in_processes(function, work, num_processes, deadline, outcome, on_begin, on_end)
     outcome.left = [name for name in work if name not in outcome.done and name not in outcome.failures]
@@ -106,10 +107,10 @@ def run_all(
 
 
 def _may_begin(outcome: Outcome, deadline: float) -> bool:
-    return time.monotonic() < deadline and (bool(outcome.done) or len(outcome.failures) < HOPELESS)
+    return time.monotonic() < deadline and (bool(outcome.done) or len(outcome.failures) < MOST_FAILURES)
 
 
-def _run_here(function, work, deadline, outcome: Outcome, on_begin, on_end) -> None:
+def _run_here(function, work, deadline, is_strict: bool, outcome: Outcome, on_begin, on_end) -> None:
     for name, arguments in work.items():
         if not _may_begin(outcome, deadline):
             return
@@ -117,6 +118,8 @@ def _run_here(function, work, deadline, outcome: Outcome, on_begin, on_end) -> N
         try:
             function(*arguments)
         except Exception:
+            if is_strict:
+                raise
             outcome.failures[name] = traceback.format_exc()
         else:
             outcome.done.append(name)
@@ -125,11 +128,11 @@ def _run_here(function, work, deadline, outcome: Outcome, on_begin, on_end) -> N
 
 def _run_in_processes(function, work, num_processes: int, deadline, outcome: Outcome, on_begin, on_end) -> None:
     waiting = deque((name, 1) for name in work)
-    warm_up()
+    forkserver.ensure_running()
     threads = max(torch.get_num_threads() // num_processes, 1)
-    facts = (threads, os.environ.get(CACHE_VARIABLE))
+    facts = (threads, {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)})
     while waiting and _may_begin(outcome, deadline):
-        # a pool one of whose processes was killed is of no use any more; the next round makes another
+        # after one of its processes was killed a pool cannot be used again; the next round makes another
         with ProcessPoolExecutor(num_processes, get_context("forkserver"), _set_up, facts) as pool:
             running: dict[Future, tuple[str, int]] = {}
             try:
@@ -159,25 +162,3 @@ def _run_in_processes(function, work, num_processes: int, deadline, outcome: Out
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-
-
-@contextmanager
-def unpacked(encoder: str) -> Iterator[None]:
-    """Decompress a packed encoder once for all processes that are started inside; other encoders need nothing.
-
-    Args:
-        encoder: From `find_encoder`.
-    """
-    packed = find_packed(encoder)
-    if packed is None or os.environ.get(CACHE_VARIABLE):
-        if packed is not None:
-            packed_weights(packed)
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[CACHE_VARIABLE] = folder
-        try:
-            packed_weights(packed)
-            yield
-        finally:
-            del os.environ[CACHE_VARIABLE]

@@ -1,0 +1,241 @@
+"""Compare kinds of attention with equal search effort: the same number of settings for each kind, on validation data.
+
+A setting is scored by runs that are not reported, the best one trained again and measured. A cell holds the measures of one
+run, kept as a JSON file, so an interrupted comparison continues where it stopped.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtyping import Float, Int
+from rich.console import Console
+from torch import Tensor
+
+from bayesattn import metrics
+from bayesattn.evaluation.aggregate import over_runs
+from bayesattn.evaluation.measure import mean_logits
+from bayesattn.evaluation.runs import RunError
+from bayesattn_recipes.common.parallel import run_all
+from bayesattn_recipes.common.tables import markdown, paired, read_cell, show, show_p, write_cell
+
+
+class Kind(NamedTuple):
+    """A row of the comparison.
+
+    Attributes:
+        config: Name of the config that it starts from.
+        method: How it predicts: `mean`, or draws of `dropout` masks or `attention`.
+        grid: Settings that are tried, each a few `name=value`.
+        fixed: Settings of all of them.
+        members: Networks whose predictions are averaged.
+    """
+
+    config: str
+    method: str
+    grid: tuple[tuple[str, ...], ...]
+    fixed: tuple[str, ...] = ()
+    members: int = 1
+
+
+class Key(NamedTuple):
+    """What identifies a cell: a config, settings on top, and the seeds of its networks."""
+
+    config: str
+    settings: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        settings = (setting.removeprefix("attention.").removeprefix("training.") for setting in self.settings)
+        return "_".join((self.config, *settings, "-".join(map(str, self.seeds))))
+
+
+Cells = dict[Key, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs cells.
+
+    Attributes:
+        run: Trains and measures; a top-level function, called with a key and `arguments`, possibly in another process.
+        identity: Returns everything that the measures depend on.
+        arguments: Of `run`, behind the key.
+        out: Folder of the cells.
+        jobs: Cells at the same time.
+        deadline: No cell begins later, in seconds of `time.monotonic`.
+        console: Where to show progress.
+    """
+
+    run: Callable[..., dict[str, Any]]
+    identity: Callable[[Key], dict[str, Any]]
+    arguments: tuple[Any, ...]
+    out: Path
+    jobs: int
+    deadline: float
+    console: Console
+
+    def cells(self, wanted: Iterable[Key]) -> Cells:
+        """Return the cells that are finished; those that are missing are run while there is time."""
+        keys = list(dict.fromkeys(wanted))
+        found = {key: cell for key in keys if (cell := read_cell(self._path(key), self.identity(key))) is not None}
+        todo = {
+            key.name: (self.run, key, self.arguments, self._path(key), self.identity(key))
+            for key in keys
+            if key not in found
+        }
+        by_name = {key.name: key for key in keys}
+        left = itertools.count(len(todo) - 1, -1)
+
+        def say(name: str) -> None:
+            if (count := next(left)) % 20 == 0:
+                self.console.print(f"{name}; {count} runs left", soft_wrap=True, highlight=False, markup=False)
+
+        outcome = run_all(
+            _run_cell, todo, num_processes=self.jobs, deadline=self.deadline, is_strict=self.jobs == 1, on_end=say
+        )
+        if outcome.failures:
+            raise RunError(outcome.reasons())
+        for name in outcome.done:
+            key = by_name[name]
+            cell = read_cell(self._path(key), self.identity(key))
+            assert cell is not None
+            found[key] = cell
+        return found
+
+    def _path(self, key: Key) -> Path:
+        return self.out / "cells" / f"{key.name}.json"
+
+    def search(self, keys: Mapping[tuple[str, str, str, int], tuple[Key, str]]) -> list[dict[str, Any]]:
+        """Return the score of every setting and seed.
+
+        Args:
+            keys: Of `search_keys`.
+
+        Raises:
+            RunError: Not all of them are finished, and there was no time left.
+        """
+        found = self.cells(key for key, _ in keys.values())
+        missing = len({key for key, _ in keys.values()} - found.keys())
+        if missing:
+            raise RunError(f"{missing} runs of the search are missing. Run the same command with more minutes to continue")
+        return [
+            {"dataset": dataset, "kind": kind, "setting": setting, "seed": seed,
+             "validation_nll": found[key][method]["validation_nll"]}
+            for (dataset, kind, setting, seed), (key, method) in keys.items()
+        ]  # fmt: skip
+
+
+def _run_cell(
+    run: Callable[..., dict[str, Any]], key: Key, arguments: tuple[Any, ...], path: Path, identity: dict[str, Any]
+) -> None:
+    write_cell(path, identity, run(key, *arguments))
+
+
+def search_keys(
+    kinds: Mapping[str, Kind], datasets: Sequence[str], seeds: Sequence[int], *, prefix: bool, shared: tuple[str, ...]
+) -> dict[tuple[str, str, str, int], tuple[Key, str]]:
+    """Return the cells of a search and how they predict, by data set, kind, setting and seed.
+
+    Args:
+        kinds: What is compared.
+        datasets: On which data sets.
+        seeds: Of every setting.
+        prefix: Whether the names of configs begin with the data set.
+        shared: Settings of all runs.
+    """
+    return {
+        (dataset, name, " ".join(setting), seed): (
+            Key(_config(dataset, kind, prefix), (*kind.fixed, *setting, *shared), (seed,)),
+            kind.method,
+        )
+        for dataset, (name, kind) in itertools.product(datasets, kinds.items())
+        for setting, seed in itertools.product(kind.grid, seeds)
+    }
+
+
+def final_keys(
+    kinds: Mapping[str, Kind],
+    search: Sequence[Mapping[str, Any]],
+    datasets: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    prefix: bool,
+    shared: tuple[str, ...],
+) -> dict[tuple[str, str, str, int], tuple[Key, str]]:
+    """Return the cells of the chosen settings in the same way, seed by seed: an interruption leaves complete pairs."""
+    chosen = {
+        (dataset, name): best_setting(row for row in search if (row["dataset"], row["kind"]) == (dataset, name))
+        for dataset, name in itertools.product(datasets, kinds)
+    }
+    return {
+        (dataset, name, chosen[dataset, name], seed): (
+            Key(
+                _config(dataset, kind, prefix),
+                (*kind.fixed, *chosen[dataset, name].split(), *shared),
+                tuple(range(kind.members * seed, kind.members * (seed + 1))),
+            ),
+            kind.method,
+        )
+        for seed, dataset, (name, kind) in itertools.product(seeds, datasets, kinds.items())
+    }
+
+
+def _config(dataset: str, kind: Kind, prefix: bool) -> str:
+    return f"{dataset}-{kind.config}" if prefix else kind.config
+
+
+def best_setting(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the `setting` whose mean validation NLL over its rows is smallest; all have as many rows."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        totals[row["setting"]] = totals.get(row["setting"], 0.0) + row["validation_nll"]
+    return min(totals, key=totals.__getitem__)
+
+
+def cross_fitted_nll(samples: Float[Tensor, "s n c"], labels: Int[Tensor, " n"]) -> float:
+    """Return the NLL of every example after the temperature that was fitted on the other half of them.
+
+    Args:
+        samples: Class probabilities, draws first.
+        labels: Of the validation examples.
+    """
+    mean = mean_logits(samples.double())
+    total = 0.0
+    for mine, other in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        scaled = metrics.apply_temperature(mean[mine], metrics.fit_temperature(mean[other], labels[other]))
+        total -= float(scaled.gather(1, labels[mine, None]).clamp_min(1e-12).log().sum())
+    return total / len(labels)
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]], *, baseline: str = "soft") -> str:
+    """Return a Markdown table: means over seeds, and paired differences to the baseline.
+
+    Args:
+        rows: One per data set, kind and seed, with `setting`, `settings_tried` and the measures.
+        baseline: The kind that all others are compared with.
+    """
+    lines = []
+    for dataset, kind in dict.fromkeys((row["dataset"], row["kind"]) for row in rows):
+        ours, theirs = (
+            {row["seed"]: row for row in rows if (row["dataset"], row["kind"]) == (dataset, name)}
+            for name in (kind, baseline)
+        )
+        shared, first = sorted(ours.keys() & theirs.keys()), next(iter(ours.values()))
+        cells = [dataset, kind, str(len(ours)), str(first["settings_tried"]), first["setting"]]
+        for name, scale, digits in (("accuracy", 100.0, 2), ("scaled_nll", 1.0, 3), ("aurc", 1.0, 4)):
+            cells.append(show(over_runs([row[name] for row in ours.values()]), scale, digits))
+            if kind == baseline or not shared:
+                cells += ["–", "–"]
+                continue
+            found = paired(*({seed: side[seed][name] for seed in shared} for side in (ours, theirs)))
+            cells += [show(found.difference, scale, digits), show_p(found.p_value)]
+        lines.append(cells)
+    header = ["data set", "attention", "runs", "settings tried", "chosen"]
+    for name in ("accuracy", "NLL scaled", "AURC"):
+        header += [name, f"difference to {baseline}", "p"]
+    return markdown(header, lines)

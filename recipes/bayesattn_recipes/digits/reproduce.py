@@ -1,0 +1,180 @@
+"""A small encoder trained on little data: soft attention, its rivals and a control, each with the same search effort.
+
+Every kind gets sixteen settings. They are scored on the validation images by two seeds that are not reported, by NLL after
+a temperature. The best one is trained with seeds 0, 1, …, and measured on the test images and their shifts.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from rich.console import Console
+from torch import Tensor
+
+from bayesattn import metrics
+from bayesattn.evaluation.measure import mean_logits
+from bayesattn.evaluation.runs import RunError, write_bytes
+from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.common.reproduce import deadline_after
+from bayesattn_recipes.common.search import (
+    Key,
+    Kind,
+    Study,
+    comparison_table,
+    cross_fitted_nll,
+    final_keys,
+    search_keys,
+)
+from bayesattn_recipes.common.tables import print_tables, write_csv
+from bayesattn_recipes.digits.data import SHIFTS, evaluation_splits
+from bayesattn_recipes.digits.evaluate import draw
+from bayesattn_recipes.digits.train import DigitsConfig, fit, load_config
+
+
+def _values(name: str, *values: float | int) -> list[str]:
+    return [f"{name}={value:g}" for value in values]
+
+
+_HIDDEN = _values("dropout", 0.0, 0.1, 0.2, 0.3)
+_SHAPES = _values("attention.weibull_k", 1, 2, 5, 10)
+_BETAS = _values("attention.gamma_beta", 0.1, 1)
+_SOFT_GRID = tuple(itertools.product(_HIDDEN, _values("attention.attention_dropout", 0.0, 0.1, 0.2, 0.3)))
+_UNIFORM_GRID = tuple(itertools.product(_HIDDEN, _values("weight_decay", 1e-3, 1e-2, 3e-2, 1e-1)))
+# soft attention whose dropout of weights has a rate of its own
+_SOFT = ("attention.variant=mc-dropout",)
+KINDS = {
+    "soft": Kind("soft", "mean", _SOFT_GRID, _SOFT),
+    "MC dropout": Kind("soft", "dropout", _SOFT_GRID, _SOFT),
+    "ensemble of 3": Kind("soft", "mean", _SOFT_GRID, _SOFT, members=3),
+    "BAM-NOKL": Kind("nokl", "attention", tuple(itertools.product(_SHAPES, _HIDDEN))),
+    "BAM-WC": Kind("wc", "attention", tuple(itertools.product(_SHAPES, _BETAS, _HIDDEN[1:3]))),
+    "uniform": Kind("soft", "mean", _UNIFORM_GRID, ("attention.variant=uniform",)),
+}
+DATASET = "digits"
+SEARCH_SEEDS = (1001, 1002)
+NUM_SAMPLES = 20
+NOISE = 1.0
+CONDITIONS = ("test", f"noise-{NOISE:g}", *SHIFTS)
+MEASURES = ("accuracy", "nll", "aurc", "scaled_nll", "scaled_ece")
+# the effect of the prior's settings, around the chosen ones of BAM-WC
+SENSITIVITY = (
+    *_values("attention.gamma_beta", 0.01, 0.1, 1, 10),
+    *_values("attention.prior_hidden_dim", 1, 5, 20, 50),
+)
+SENSITIVITY_SEEDS = 5
+
+
+def reproduce(
+    names: Sequence[str] | None,
+    variants: Sequence[str] | None,
+    *,
+    num_seeds: int,
+    data: Path | None,
+    out: Path,
+    console: Console,
+    settings: Sequence[str] = (),
+    jobs: int = 1,
+    minutes: float | None = None,
+) -> Path:
+    """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
+
+    Args:
+        names: None: there is one data set.
+        variants: None: all kinds are compared.
+        num_seeds: Runs per kind, with seeds 0, 1, …
+        data: Not used: the images come with scikit-learn.
+        out: Folder of the cells and the table.
+        console: Where to print.
+        settings: `name=value` on top of every config.
+        jobs: Runs at the same time, each in a process of its own.
+        minutes: Begin no run after this time; the table is then of the runs that are finished. 0 trains nothing.
+
+    Raises:
+        RunError: There was no time for all runs of the search.
+    """
+    if names is not None or variants is not None:
+        raise ValueError("leave out --datasets and --variants: digits has one data set and always compares all kinds")
+    shared = tuple(settings)
+    study = Study(run_cell, _identity, (), out, jobs, deadline_after(minutes), console)
+    search = study.search(search_keys(KINDS, [DATASET], SEARCH_SEEDS, prefix=False, shared=shared))
+    write_csv(out / "digits-search.csv", search)
+    keys = final_keys(KINDS, search, [DATASET], range(num_seeds), prefix=False, shared=shared)
+    found = study.cells(key for key, _ in keys.values())
+    rows = [
+        {"dataset": DATASET, "kind": kind, "seed": seed, "setting": setting, "settings_tried": len(KINDS[kind].grid),
+         "condition": condition, **{name: round(found[key][method][condition][name], 6) for name in MEASURES}}
+        for (_, kind, setting, seed), (key, method) in keys.items()
+        if key in found
+        for condition in CONDITIONS
+    ]  # fmt: skip
+    if not rows:
+        raise RunError("no run has finished. Run the same command with more minutes to continue")
+    write_csv(out / "digits.csv", rows)
+    chosen = next(key for (_, kind, _, _), (key, _) in keys.items() if kind == "BAM-WC")
+    changed = {
+        (change, seed): Key(chosen.config, (*chosen.settings, change), (seed,))
+        for change, seed in itertools.product(SENSITIVITY, range(SENSITIVITY_SEEDS))
+    }
+    found = study.cells(changed.values())
+    around = [
+        {"changed": change, "seed": seed, **{name: round(found[key]["attention"]["test"][name], 6) for name in MEASURES}}
+        for (change, seed), key in changed.items()
+        if key in found
+    ]
+    if around:
+        write_csv(out / "digits-sensitivity.csv", around)
+    text = comparison_table([row for row in rows if row["condition"] == "test"])
+    write_bytes(out / "digits.md", text.encode())
+    print_tables(console, text)
+    return out / "digits.md"
+
+
+def _identity(key: Key) -> dict[str, Any]:
+    return {"settings": dataclasses.asdict(_config(key)), "seeds": list(key.seeds), "num_samples": NUM_SAMPLES}
+
+
+@lru_cache(maxsize=4096)
+def _config(key: Key) -> DigitsConfig:
+    return load_config(key.config, [*key.settings, f"seed={key.seeds[0]}"])
+
+
+@one_thread()
+def run_cell(key: Key) -> dict[str, dict[str, Any]]:
+    """Train the networks of a cell, and return the measures of their mean and of their draws."""
+    config = _config(key)
+    models = [fit(dataclasses.replace(config, seed=seed))[0].cpu() for seed in key.seeds]
+    splits = {
+        name: split
+        for name, split in evaluation_splits(config.train_size, (NOISE,)).items()
+        if name in ("validation", *CONDITIONS)
+    }
+    labels = {name: split.labels for name, split in splits.items() if split.labels is not None}
+    cell: dict[str, dict[str, Any]] = {}
+    drawn = {"mc-dropout": ("mean", "dropout"), "uniform": ("mean",)}
+    for method in drawn.get(config.attention.variant, ("attention",)):
+        samples = {
+            name: torch.cat([draw(model, split.images, method, NUM_SAMPLES, seed=0) for model in models])
+            for name, split in splits.items()
+        }
+        cell[method] = {condition: _measure(samples, labels, condition) for condition in CONDITIONS}
+        cell[method]["validation_nll"] = cross_fitted_nll(samples["validation"], labels["validation"])
+    return cell
+
+
+def _measure(
+    samples: Mapping[str, Float[Tensor, "s n c"]], labels: Mapping[str, Int[Tensor, " n"]], condition: str
+) -> dict[str, float]:
+    """Return the measures of a condition, as they are and after the temperature of the validation images."""
+    temperature = metrics.fit_temperature(mean_logits(samples["validation"].double()), labels["validation"])
+    scaled = metrics.apply_temperature(mean_logits(samples[condition].double()), temperature)
+    # of the mean alone: tests of the draws take longer than the training
+    mean = samples[condition].mean(dim=0, keepdim=True)
+    plain = metrics.evaluate_predictions(mean, labels[condition], num_resamples=0)
+    after = metrics.evaluate_predictions(scaled.unsqueeze(0), labels[condition], num_resamples=0)
+    values = {name: plain[name].value for name in ("accuracy", "nll", "aurc")}
+    return values | {f"scaled_{name}": after[name].value for name in ("nll", "ece")}

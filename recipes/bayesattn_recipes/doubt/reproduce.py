@@ -1,0 +1,128 @@
+"""`bayesattn reproduce doubt`: fine-tune encoders with ordinary attention, ask each how sure it is, and make the tables.
+
+A run is one task and seed. Its answers are kept in `found/TASK-SEED.safetensors`; finished ones are not repeated.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from rich.console import Console
+
+import bayesattn as ba
+from bayesattn.cli.progress import show_runs
+from bayesattn.evaluation.runs import RunError, write_bytes
+from bayesattn_recipes.common import parallel
+from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, deadline_after
+from bayesattn_recipes.common.tables import choose
+from bayesattn_recipes.doubt import table
+from bayesattn_recipes.doubt.examine import Found, examine
+from bayesattn_recipes.language import data as text_data
+from bayesattn_recipes.language.model import unpacked
+from bayesattn_recipes.language.prepare import Prepared, Split, make_split
+from bayesattn_recipes.language.train import LanguageConfig, load_config, make_collator, prepare_run, train_model
+
+TASKS = ("rte", "mrpc", "cola", "sst2", "qqp", "mnli", "qnli")
+# texts of another task, for which the model was never meant
+OUTSIDE = {"rte": "qqp", "mrpc": "qnli", "cola": "sst2", "sst2": "cola", "qqp": "rte", "mnli": "qqp", "qnli": "mrpc"}
+OUTSIDE_SIZE = 500
+FOUND_FOLDER = "found"
+
+
+def reproduce(
+    names: Sequence[str] | None,
+    variants: Sequence[str] | None,
+    *,
+    num_seeds: int,
+    data: Path | None,
+    out: Path,
+    console: Console,
+    jobs: int = 1,
+    minutes: float | None = None,
+    settings: Sequence[str] = (),
+) -> Path:
+    """Run what is missing and write tables and the plot.
+
+    Args:
+        names: Tasks; None takes all seven.
+        variants: Must be None: every model has ordinary attention.
+        num_seeds: Models per task.
+        data: The data folder.
+        out: Where everything goes.
+        console: For progress.
+        jobs: Models at the same time, each in a process of its own.
+        minutes: No training begins later than this; the same call goes on later.
+        settings: `name=value`, on top of every config.
+
+    Returns:
+        The Markdown file with the tables.
+    """
+    if variants is not None:
+        raise ValueError(f"variants is {list(variants)!r}; the study of doubt has ordinary attention only, leave it out")
+    tasks = choose("tasks", names, TASKS)
+    precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
+    base = {task: load_config(task, ["attention.variant=soft", *precision, *settings]) for task in tasks}
+    todo = [
+        (task, seed) for seed, task in itertools.product(range(num_seeds), tasks) if not _path(out, task, seed).is_file()
+    ]
+    if jobs > 1:
+        parallel.warm_up([__name__])
+    prepared = {task: prepare_run(base[task], data) for task in dict.fromkeys(task for task, _ in todo)}
+    outside = {task: _outside(base[task], prepared[task], data) for task in prepared}
+    work = {
+        f"{task}-{seed}": (
+            dataclasses.replace(base[task], seed=seed), prepared[task], outside[task], data, _path(out, task, seed)
+        )
+        for task, seed in todo
+    }  # fmt: skip
+    if work:
+        with unpacked(next(iter(prepared.values())).encoder), show_runs(console, len(work)) as display:
+            begun, ended = itertools.count(), itertools.count(1)
+            outcome = parallel.run_all(
+                run_one, work, num_processes=jobs, deadline=deadline_after(minutes),
+                on_begin=lambda name: display.begin(name, next(begun)), on_end=lambda name: display.advance(next(ended)),
+            )  # fmt: skip
+        outcome.write_failures(out / FAILURES_FOLDER)
+        if outcome.failures:
+            raise RunError(f"the study is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
+        if outcome.left:
+            console.print(f"{outcome.reasons()}: the time was over. Run the same command again to continue")
+    found = {task: [read_found(_path(out, task, seed)) for seed in range(num_seeds)] for task in tasks}
+    return table.write(out, table.measure_all(found), console)
+
+
+def _path(out: Path, task: str, seed: int) -> Path:
+    return out / FOUND_FOLDER / f"{task}-{seed}.safetensors"
+
+
+def read_found(path: Path) -> Found:
+    """Read the answers of one model."""
+    if not path.is_file():
+        raise RunError(f"{path} is missing: this model was not trained yet. Run the same command again with more minutes")
+    return safetensors.torch.load_file(path)
+
+
+def _outside(config: LanguageConfig, prepared: Prepared, data: Path | None) -> Split:
+    """Return texts of another task, tokenized as this task's are."""
+    texts = text_data.load(OUTSIDE[config.task], data, config.source).splits["test"][:OUTSIDE_SIZE]
+    unlabeled = [dataclasses.replace(example, label=None) for example in texts]
+    return make_split(prepared.task, prepared.tokenizer, unlabeled, config.max_length)
+
+
+def run_one(config: LanguageConfig, prepared: Prepared, outside: Split, data: Path | None, path: Path) -> None:
+    """Train one model, ask it, and write its answers."""
+    fitted = train_model(config, data, prepared=prepared)
+    model = ba.restore(fitted.model).eval()
+    collator = make_collator(config, prepared.tokenizer)
+    found = examine(model, {**prepared.splits, "outside": outside}, collator, seed=config.seed)
+    # pictures are drawn of the first seed's test texts
+    kept = {name: v for name, v in found.items() if v.dtype != torch.half or (config.seed == 0 and name.startswith("test"))}
+    write_bytes(path, safetensors.torch.save({name: _small(value) for name, value in kept.items()}))
+
+
+def _small(value: torch.Tensor) -> torch.Tensor:
+    """Return an array for a file: half the digits of a double are noise of the draws."""
+    return (value.float() if value.dtype == torch.double else value).contiguous()

@@ -1,0 +1,132 @@
+"""Random splits of the citation graphs: soft attention, its rivals and a control, each with the same search effort.
+
+Every kind gets eight settings. They are scored on the validation nodes of the splits in `SEARCH_SPLITS`, which are not
+reported, by NLL after a temperature. The best one is trained on splits 1, 2, …, and measured on their test nodes.
+"""
+
+import dataclasses
+import itertools
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bayesattn.evaluation.runs import RunError, write_bytes
+from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.common.reproduce import deadline_after
+from bayesattn_recipes.common.search import (
+    Key,
+    Kind,
+    Study,
+    comparison_table,
+    cross_fitted_nll,
+    final_keys,
+    search_keys,
+)
+from bayesattn_recipes.common.tables import print_tables, write_csv
+from bayesattn_recipes.graph.config import GraphConfig, load_config
+from bayesattn_recipes.graph.data import Graph, load_graph, random_split
+from bayesattn_recipes.graph.evaluate import draw, measure_draws
+from bayesattn_recipes.graph.inputs import neighborhood
+from bayesattn_recipes.graph.train import fit
+
+_DROPOUTS = [f"dropout={rate}" for rate in (0.2, 0.4, 0.6, 0.8)]
+_DECAYS = [f"weight_decay={rate}" for rate in (5e-4, 2e-3)]
+_SHAPES = [f"attention.weibull_k={k}" for k in (0.5, 1, 5, 20)]
+_SOFT_GRID = tuple(itertools.product(_DROPOUTS, _DECAYS))
+_NOISE_GRID = tuple(itertools.product(_SHAPES, _DROPOUTS[1:3]))
+KINDS = {
+    "soft": Kind("soft-tuned", "mean", _SOFT_GRID),
+    "MC dropout": Kind("soft-tuned", "dropout", _SOFT_GRID),
+    "BAM-NOKL": Kind("nokl-tuned", "mean", _NOISE_GRID),
+    "BAM-WC": Kind("wc-tuned", "mean", _NOISE_GRID),
+    "uniform": Kind("soft-tuned", "mean", _SOFT_GRID, ("attention.variant=uniform",)),
+}
+# the best epoch of these graphs comes early
+SHARED = ("training.epochs=200", "training.patience=50")
+SEARCH_SPLITS = (1001, 1002)
+NUM_SAMPLES = 20
+MEASURES = ("accuracy", "nll", "ece", "aurc", "scaled_nll", "scaled_ece")
+
+
+def reproduce_splits(
+    datasets: list[str],
+    *,
+    splits: int,
+    data: Path | None,
+    out: Path,
+    console: Console,
+    settings: tuple[str, ...] = (),
+    jobs: int = 1,
+    minutes: float | None = None,
+) -> Path:
+    """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
+
+    Args:
+        datasets: Of Cora, Citeseer and PubMed.
+        splits: Random splits, with numbers 1, 2, …
+        data: Folder of the data sets.
+        out: Folder of the cells and the table.
+        console: Where to print.
+        settings: `name=value` on top of every config.
+        jobs: Runs at the same time, each in a process of its own.
+        minutes: Begin no run after this time; the table is then of the runs that are finished. 0 trains nothing.
+
+    Raises:
+        RunError: There was no time for all runs of the search.
+    """
+    study = Study(run_cell, _identity, (data,), out, jobs, deadline_after(minutes), console)
+    shared = (*SHARED, *settings)
+    search = study.search(search_keys(KINDS, datasets, SEARCH_SPLITS, prefix=True, shared=shared))
+    write_csv(out / "graph-splits-search.csv", search)
+    keys = final_keys(KINDS, search, datasets, range(1, splits + 1), prefix=True, shared=shared)
+    found = study.cells(key for key, _ in keys.values())
+    rows = [
+        {"dataset": dataset, "kind": kind, "seed": split, "setting": setting, "settings_tried": len(KINDS[kind].grid),
+         **{name: round(found[key][method][name], 6) for name in MEASURES}}
+        for (dataset, kind, setting, split), (key, method) in keys.items()
+        if key in found
+    ]  # fmt: skip
+    if not rows:
+        raise RunError("no run has finished. Run the same command with more minutes to continue")
+    rows.sort(key=lambda row: (datasets.index(row["dataset"]), list(KINDS).index(row["kind"]), row["seed"]))
+    write_csv(out / "graph-splits.csv", rows)
+    text = comparison_table(rows)
+    write_bytes(out / "graph-splits.md", text.encode())
+    print_tables(console, text)
+    return out / "graph-splits.md"
+
+
+def _identity(key: Key) -> dict[str, Any]:
+    return {"settings": dataclasses.asdict(_config(key)), "num_samples": NUM_SAMPLES}
+
+
+@lru_cache(maxsize=4096)
+def _config(key: Key) -> GraphConfig:
+    return load_config(key.config, [*key.settings, f"split={key.seeds[0]}", f"seed={key.seeds[0]}"])
+
+
+@lru_cache(maxsize=3)
+def _public_graph(dataset: str, data: Path | None) -> Graph:
+    return load_graph(dataset, data)
+
+
+@one_thread()
+def run_cell(key: Key, data: Path | None) -> dict[str, dict[str, float]]:
+    """Train one network, and return the measures of its mean and of its draws."""
+    config = _config(key)
+    assert config.split is not None
+    graph = random_split(_public_graph(config.dataset, data), config.split)
+    model, _ = fit(config, graph)
+    parts = [graph.splits["validation"], graph.splits["test"]]
+    labels, sizes = [graph.labels[nodes] for nodes in parts], [len(nodes) for nodes in parts]
+    inputs = neighborhood(graph, torch.cat(parts)).to(next(model.parameters()).device)
+    cell = {}
+    for method in ("mean", "attention" if config.attention.is_stochastic else "dropout"):
+        logits = draw(model, inputs, method, NUM_SAMPLES, seed=0)[:, : sum(sizes)].cpu()
+        validation, test = logits.split(sizes, dim=1)
+        cell[method] = measure_draws(validation, labels[0], test, labels[1])
+        cell[method]["validation_nll"] = cross_fitted_nll(torch.softmax(validation, dim=-1), labels[0])
+    return cell

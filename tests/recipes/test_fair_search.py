@@ -1,0 +1,108 @@
+"""Comparisons with equal search: every kind has as many settings, validation chooses, no cell is run twice."""
+
+import math
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from bayesattn.evaluation.runs import RunError
+from bayesattn_recipes.common.search import (
+    Key,
+    Kind,
+    Study,
+    best_setting,
+    comparison_table,
+    cross_fitted_nll,
+    final_keys,
+    search_keys,
+)
+from bayesattn_recipes.digits import reproduce as digits
+from bayesattn_recipes.graph import splits as graph
+
+KINDS = {
+    "soft": Kind("soft", "mean", (("rate=1",), ("rate=2",))),
+    "ensemble": Kind("soft", "mean", (("rate=1",), ("rate=3",)), members=2),
+}
+RUN: list[Key] = []
+
+
+def run(key: Key) -> dict:
+    RUN.append(key)
+    rate = int(key.settings[0][-1])
+    return {"mean": {"validation_nll": abs(rate - 2) + 0.1 * key.seeds[0], "accuracy": rate}}
+
+
+def study(folder, deadline=math.inf) -> Study:
+    RUN.clear()
+    return Study(run, lambda key: {"seeds": list(key.seeds)}, (), folder, 1, deadline, Console(quiet=True))
+
+
+def keys():
+    return search_keys(KINDS, ["d"], (7, 8), prefix=True, shared=("epochs=3",))
+
+
+def test_search_runs_shared_cells_once_and_not_again(tmp_path):
+    rows = study(tmp_path).search(keys())
+    # both kinds ask for rate 1
+    assert len(RUN) == 6
+    assert len(rows) == 8
+    assert RUN[0] == Key("d-soft", ("rate=1", "epochs=3"), (7,))
+    assert study(tmp_path).search(keys()) == rows
+    assert not RUN
+
+
+def test_best_setting_has_the_smallest_mean_and_members_get_seeds_of_their_own(tmp_path):
+    rows = study(tmp_path).search(keys())
+    assert best_setting(row for row in rows if row["kind"] == "soft") == "rate=2"
+    found = final_keys(KINDS, rows, ["d"], range(2), prefix=False, shared=())
+    assert [key for key, _ in found.values()] == [
+        Key("soft", ("rate=2",), (0,)),
+        Key("soft", ("rate=1",), (0, 1)),
+        Key("soft", ("rate=2",), (1,)),
+        Key("soft", ("rate=1",), (2, 3)),
+    ]
+
+
+def test_search_without_time_says_what_is_missing(tmp_path):
+    with pytest.raises(
+        RunError, match=r"6 runs of the search are missing. Run the same command with more minutes to continue"
+    ):
+        study(tmp_path, deadline=time.monotonic()).search(keys())
+
+
+@pytest.mark.parametrize("kinds", [digits.KINDS, graph.KINDS])
+def test_every_kind_of_a_study_has_as_many_settings(kinds):
+    assert len({len(set(kind.grid)) for kind in kinds.values()}) == 1
+
+
+def test_cross_fitted_nll_is_blind_to_the_temperature_of_the_predictions():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(1, 401, 5, generator=generator)
+    labels = torch.distributions.Categorical(logits=logits[0]).sample()
+    plain, sharp = (cross_fitted_nll(torch.softmax(factor * logits, dim=-1), labels) for factor in (1.0, 3.0))
+    assert plain == pytest.approx(sharp, rel=1e-4)
+    # the labels follow the logits: far better than chance
+    assert plain < math.log(5.0) - 0.2
+
+
+@pytest.mark.parametrize("kind", list(digits.KINDS))
+def test_digits_cells_have_every_measure_of_their_kind(kind):
+    of_kind = digits.KINDS[kind]
+    tiny = ("training.epochs=1", "train_size=20", "width=8", "num_heads=2")
+    cell = digits.run_cell(Key(of_kind.config, (*of_kind.fixed, *of_kind.grid[-1], *tiny), tuple(range(of_kind.members))))
+    assert cell[of_kind.method]["validation_nll"] > 0.0
+    for condition in digits.CONDITIONS:
+        assert set(digits.MEASURES) <= cell[of_kind.method][condition].keys()
+
+
+def test_table_pairs_seeds_and_shows_equal_effort():
+    rows = [
+        {"dataset": "d", "kind": kind, "seed": seed, "setting": "rate=1", "settings_tried": 2,
+         "accuracy": 0.5 + gain + 0.1 * seed, "scaled_nll": 1.0 - gain + 0.01 * seed * seed * (kind != "soft"), "aurc": 0.1}
+        for kind, gain in (("soft", 0.0), ("ensemble", 0.02))
+        for seed in range(3)
+    ]  # fmt: skip
+    lines = comparison_table(rows).splitlines()
+    assert lines[3].startswith("| d | ensemble | 3 | 2 | rate=1 | 62.00 ± 24.84 | 2.00 ± 0.00 | < 0.0001 |")
