@@ -33,7 +33,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 OWN = "sentence\tlabel\n" + "".join(f"text number {i} is here\t{'ab'[i % 2]}\n" for i in range(60))
 STSB = "sentence1\tsentence2\tscore\nA man.\tA dog.\t3.5\nA cat.\tA cat.\t5\n"
-ANSWER = {"id": "q", "question": "What colour?", "answers": [{"text": "red", "answer_start": 10}], "is_impossible": False}
+ANSWER = {"id": "q", "question": "What color?", "answers": [{"text": "red", "answer_start": 10}], "is_impossible": False}
 SQUAD = {"data": [{"title": "T", "paragraphs": [{"context": "The box is red.", "qas": [ANSWER]}]}]}
 SQUAD["data"][0]["paragraphs"][0]["qas"][0]["answers"][0]["answer_start"] = 11
 # a dictionary of lists, as Planetoid's graphs are, and an array

@@ -25,8 +25,8 @@ import bayesattn_recipes as recipes
 from bayesattn.evaluation import runs
 from bayesattn_recipes.common import runs as _runs
 from bayesattn_recipes.common import state
-from bayesattn_recipes.common.config import build_config, load_yaml, override
-from bayesattn_recipes.digits.train import DigitsConfig
+from bayesattn_recipes.common.config import build_config, override, read_config
+from bayesattn_recipes.digits.train import CONFIGS, DigitsConfig
 
 SECONDS = 10
 LONGEST_MESSAGE = 5000
@@ -117,7 +117,7 @@ class Targets:
     def config_file(self) -> object:
         path = self.folder / "config.yaml"
         path.write_bytes(mutate(self.draw.choice(self.configs), self.draw))
-        return build_config(DigitsConfig, override(load_yaml(path), []))
+        return read_config(DigitsConfig, str(path), CONFIGS)
 
     def known_values(self) -> object:
         parts = {
