@@ -1,10 +1,12 @@
 """Everything the documentation shows is run: Python blocks page by page, command lines down to their options."""
 
+import multiprocessing
 import os
 import re
 import shlex
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -33,20 +35,36 @@ def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture(scope="module")
+def processes():
+    """Processes for one page each, forked from one that has imported what takes most of a page's time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.trainer", "matplotlib.pyplot"])
+    return context
+
+
+def run_page(code: str, folder: Path) -> None:
+    """Run a page as a program in `folder`; what it prints goes to files."""
+    os.chdir(folder)
+    with open("stdout", "w") as sys.stdout, open("stderr", "w") as sys.stderr:
+        try:
+            exec(compile(code, "page", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
-def test_python_blocks_of_a_page_run_in_order(page, tmp_path):
-    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks(page, "python"))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
+def test_python_blocks_of_a_page_run_in_order(page, tmp_path, processes):
+    process = processes.Process(target=run_page, args=("\n".join(blocks(page, "python")), tmp_path))
+    process.start()
+    process.join(timeout=300)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0, (tmp_path / "stderr").read_text(encoding="utf-8")
+    printed = (tmp_path / "stdout").read_text(encoding="utf-8")
     for shown in OUTPUT.findall(page.read_text(encoding="utf-8")):
-        assert shown in result.stdout
+        assert shown in printed
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for page in PAGES for words in commands(page)])

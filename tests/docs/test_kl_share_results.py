@@ -21,7 +21,7 @@ def test_table_of_shares_is_the_mean_of_the_runs(task):
     def accuracy(**wanted: str) -> float:
         return 100 * fmean(float(row["accuracy"]) for row in runs if all(row[key] == value for key, value in wanted.items()))
 
-    line = re.search(rf"^ *\| {task}.*$", (DOCS / "deviations.md").read_text(encoding="utf-8"), re.MULTILINE)
+    line = re.search(rf"^ *\| {task}.*$", (DOCS / "concepts" / "kl.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert line is not None
     shown = [float(cell) for cell in re.findall(r"\| (\d\d\.\d)\b", line[0])]
     soft = accuracy(method="soft")

@@ -27,23 +27,23 @@ def _resolve(dotted: str) -> object:
     raise ModuleNotFoundError(dotted)
 
 
-@pytest.mark.parametrize("name", _cells("notation.md", 4))
+@pytest.mark.parametrize("name", _cells("concepts/notation.md", 4))
 def test_every_place_of_the_notation_table_exists(name):
     _resolve(name)
 
 
-@pytest.mark.parametrize("name", [n for n in _cells("notation.md", 3) if n not in ("log_s", "prior_weights")])
+@pytest.mark.parametrize("name", [n for n in _cells("concepts/notation.md", 3) if n not in ("log_s", "prior_weights")])
 def test_every_name_of_the_notation_table_is_used_in_the_code(name):
     sources = "".join(path.read_text() for folder in ("src", "recipes") for path in (ROOT / folder).rglob("*.py"))
     assert re.search(rf"\b{name}\b", sources)
 
 
-@pytest.mark.parametrize("path", [p for p in _cells("paper-map.md", 3) if p.startswith("tests/")])
+@pytest.mark.parametrize("path", [p for p in _cells("concepts/paper-map.md", 3) if p.startswith("tests/")])
 def test_every_test_of_the_paper_map_exists(path):
     assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize("name", _cells("paper-map.md", 2))
+@pytest.mark.parametrize("name", _cells("concepts/paper-map.md", 2))
 def test_every_function_of_the_paper_map_exists(name):
     dotted = re.sub(r"\(.*\)", "", name)
     if dotted != "eval":

@@ -1,0 +1,146 @@
+"""Every page of results is short, opens with its picture, and says no more than its CSV files give."""
+
+import importlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch_geometric")
+
+from bayesattn_recipes import overview
+from bayesattn_recipes.common import page as pages
+
+FOLDER = Path(__file__).parents[2] / "docs" / "results"
+# recipe: the differences that its page may call clear, as (data set, kind, is better)
+CLEAR = {
+    "graph": set(),
+    "language": set(),
+    "translation": {("Multi30k, mean of 4 tests", "exact marginal", True)},
+    "captioning": {("shapes, 3 beams", "BAM-LF", False)},
+    "vqa": set(),
+    "digits": {
+        ("accuracy", "ensemble of 3", True),
+        ("accuracy", "BAM-WC", True),
+        ("accuracy", "uniform", False),
+        ("accuracy under noise", "ensemble of 3", True),
+        ("accuracy under noise", "uniform", False),
+        ("100 NLL, after a temperature", "ensemble of 3", True),
+        ("100 NLL, after a temperature", "BAM-WC", True),
+        ("100 NLL, after a temperature", "uniform", False),
+    },
+}
+
+
+def read(recipe: str) -> pages.Page:
+    return importlib.import_module(f"bayesattn_recipes.{recipe}.page").read(FOLDER)
+
+
+@pytest.mark.parametrize("recipe", CLEAR)
+def test_table_is_what_the_csv_files_give(recipe):
+    text = (FOLDER / f"{recipe}.md").read_text(encoding="utf-8")
+    assert pages.with_table(text, pages.effect_table(read(recipe))) == text
+
+
+@pytest.mark.parametrize("recipe", CLEAR)
+def test_verdict_rests_on_what_is_clear_after_holm(recipe):
+    found = {(effect.group, effect.kind, effect.value > 0.0) for effect in read(recipe).effects if effect.is_clear}
+    assert found == CLEAR[recipe]
+    verdict = (FOLDER / f"{recipe}.md").read_text(encoding="utf-8").split("\n\n")[1]
+    assert verdict.startswith("**Verdict: ")
+    assert "no difference" in verdict.lower()
+
+
+@pytest.mark.parametrize("recipe", CLEAR)
+def test_page_is_short_and_opens_with_its_figure(recipe):
+    text = (FOLDER / f"{recipe}.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1200
+    first = "\n".join(text.splitlines()[:30])
+    assert re.search(rf"!\[[^\]]{{40,}}\]\({recipe}\.png\)", first)
+    assert (FOLDER / f"{recipe}.png").stat().st_size > 10_000
+    for question in ("**Same data?**", "**Same model?**", "**Paper's settings?**"):
+        assert question in first
+
+
+def test_digits_page_gives_the_means_of_changed_priors():
+    text = (FOLDER / "digits.md").read_text(encoding="utf-8")
+    rows = pages.read_rows(FOLDER / "digits-sensitivity.csv")
+    shown = re.findall(r"^\| (?:β =|prior network of width|width) ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    changes = list(dict.fromkeys(row["changed"] for row in rows))
+    assert [value for value, *_ in shown] == [change.partition("=")[2] for change in changes]
+    for change, (_, accuracy, nll) in zip(changes, shown, strict=True):
+        found = [row for row in rows if row["changed"] == change]
+        assert len(found) == 5
+        assert float(accuracy) == pytest.approx(sum(100 * float(row["accuracy"]) for row in found) / 5, abs=0.05)
+        assert float(nll) == pytest.approx(sum(float(row["scaled_nll"]) for row in found) / 5, abs=5e-4)
+
+
+def test_language_page_counts_its_shifted_sets():
+    language = importlib.import_module("bayesattn_recipes.language.page")
+    values = language.read_values(FOLDER)
+    raw, scaled = (language.shifted(values, metric) for metric in ("nll", "scaled_nll"))
+    assert len(raw) == len(scaled) == 14
+    assert all(effect.value > 0.0 for effect in raw)
+    assert sum(effect.is_clear for effect in raw) == 3
+    assert not any(effect.is_clear for effect in scaled)
+
+
+def test_graph_page_takes_random_splits_where_they_have_been_run(tmp_path):
+    shutil.copy(FOLDER / "graph-seeds.csv", tmp_path)
+    lines = ["dataset,kind,seed,setting,settings_tried,accuracy"]
+    for kind, gain in (("soft", 0.0), ("uniform", -0.05)):
+        lines += [
+            f"pubmed,{kind},{seed},dropout=0.4,8,{0.7 + gain + 0.01 * (seed + gain * seed * seed)}" for seed in range(1, 6)
+        ]
+    (tmp_path / "graph-splits.csv").write_text("\n".join(lines) + "\n")
+    module = importlib.import_module("bayesattn_recipes.graph.page")
+    *public, last = module.read(tmp_path).effects
+    assert len(public) == 15
+    assert (last.group, last.kind, last.runs, last.search) == ("PubMed, random splits", "uniform", 5, "8 / 8")
+    # −5 points, and on average −0.05 × 11 more
+    assert last.value == pytest.approx(-5.55)
+
+
+def test_exact_marginal_is_above_soft_with_each_seed():
+    module = importlib.import_module("bayesattn_recipes.translation.page")
+    rows = [row for row in pages.read_rows(FOLDER / "translation" / "multi30k.csv") if row["bleu"]]
+    exact, soft = (module._means([r for r in rows if r["test"] in module.TESTS], name, 4) for name in ("exact", "soft"))
+    assert all(1.1 <= round(exact[seed] - soft[seed], 1) <= 1.2 for seed in range(3))
+
+
+def test_overview_shows_every_application():
+    drawn = overview.read(FOLDER).effects
+    assert {effect.group.split(":")[0] for effect in drawn} >= {
+        "graphs",
+        "language",
+        "translation",
+        "captions",
+        "visual questions",
+    }
+    assert (FOLDER / "overview.png").exists()
+
+
+def test_no_result_lies_around_that_no_page_names():
+    named = "".join(path.read_text(encoding="utf-8") for path in (FOLDER.parent).rglob("*.md"))
+    # the study of doubt has a test of its own
+    files = [p for p in FOLDER.rglob("*") if p.suffix in (".csv", ".png", ".json") and not p.name.startswith("doubt")]
+    assert not [path.name for path in files if path.name not in named]
+
+
+def test_holm_is_that_of_the_definition():
+    effects = [pages.Effect("g", "k", 5, 0.0, 0.0, -1.0, 1.0, p, "–") for p in (0.04, 0.01, 0.03)]
+    assert [effect.holm for effect in pages.corrected(effects)] == pytest.approx([0.06, 0.03, 0.06])
+
+
+def test_effects_need_two_pairs_and_a_page_one_table():
+    with pytest.raises(ValueError, match="must share at least 2 seeds with soft attention, got 1"):
+        pages.compare("g", "k", {0: 1.0, 1: 2.0}, {1: 1.0}, search="–")
+    with pytest.raises(ValueError, match="must have exactly one block"):
+        pages.with_table("no marks", "table")
+
+
+def test_a_negative_scale_turns_what_is_better_when_smaller():
+    found = pages.compare("g", "k", {0: 1.0, 1: 2.1, 2: 3.0}, {0: 2.0, 1: 3.0, 2: 4.0}, search="–", scale=-10.0)
+    assert found.value == pytest.approx(29 / 3)
+    assert found.baseline == pytest.approx(30.0)
