@@ -194,7 +194,10 @@ def test_lora_trains_saves_and_reloads_the_priors(tmp_path):
     adapted = peft.get_peft_model(net, peft.LoraConfig(**options, modules_to_save=["bayes_prior"]))
     trainer = BayesianTrainer(adapted, arguments(tmp_path, learning_rate=0.1), train_dataset=dataset("bert"))
     moved = {n: float(step.abs().max()) for n, step in steps_taken(trainer).items()}
-    assert all(value > 0 for n, value in moved.items() if "bayes_prior" in n and "modules_to_save" in n and "out" in n)
+    # the output bias shifts all logits of the prior alike, so its gradient is 0 but for rounding
+    saved = [value for n, value in moved.items() if "bayes_prior" in n and "modules_to_save" in n and "bias_out" not in n]
+    assert len(saved) == 6
+    assert min(saved) > 0
     adapted.eval().save_pretrained(tmp_path / "adapter")
     ba.convert.save_bayesian(adapted, tmp_path / "adapter")
     fresh = peft.PeftModel.from_pretrained(load_bayesian(model_plain(), tmp_path / "adapter"), tmp_path / "adapter").eval()
