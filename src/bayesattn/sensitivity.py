@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.attention.score_gradients import squared_score_gradients
+from bayesattn.ops.attention.score_gradients import kept_log_sum_exp, squared_score_gradients
 from bayesattn.ops.segment.edges import Edges
 
 _local = threading.local()
@@ -104,7 +104,8 @@ def through_attention(
         options: Mask, bias, scale and so on, as for `squared_score_gradients`.
     """
     anchor = _new_anchor(query, (*query.shape[:3], key.shape[2]), module)
-    return _ThroughAttention.apply(output, anchor, query.detach(), key.detach(), value.detach(), options)
+    kept = kept_log_sum_exp(output)
+    return _ThroughAttention.apply(output, anchor, query.detach(), key.detach(), value.detach(), kept, options)
 
 
 def _new_anchor(like: Tensor, shape: tuple[int, ...], module: nn.Module) -> Float[Tensor, "b h n"]:
@@ -133,13 +134,13 @@ class _ThroughAttention(torch.autograd.Function):
     """Identity on an attention output; the anchor's gradient is what the output's gradient says about the scores."""
 
     @staticmethod
-    def forward(ctx, output: Tensor, anchor: Tensor, query: Tensor, key: Tensor, value: Tensor, options: dict) -> Tensor:
+    def forward(ctx, output, anchor, query, key, value, log_sum_exp: Tensor | None, options: dict) -> Tensor:
         # the output is the very tensor that a fused attention keeps for its own backward pass
-        ctx.save_for_backward(query, key, value, output)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.options = options
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return grad, squared_score_gradients(grad, *ctx.saved_tensors, **ctx.options), None, None, None, None
+        return grad, squared_score_gradients(grad, *ctx.saved_tensors, **ctx.options), None, None, None, None, None

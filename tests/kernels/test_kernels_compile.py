@@ -203,6 +203,10 @@ CASES = {
         ],
     ),
     "doubt": (lambda: doubt(torch.bfloat16, 64), ["score_rows_kernel", "score_columns_kernel"]),
+    "doubt with the log-sum-exp": (
+        lambda: doubt(torch.bfloat16, 64, log_sum_exp=torch.zeros(1, 4, 128)),
+        ["score_columns_kernel"],
+    ),
     "doubt, all options": (
         lambda: doubt(
             torch.float16,

@@ -3,11 +3,13 @@
 The yardstick is the same formula in the dtype of the inputs: the kernels may be at most twice as far from float64.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from kernel_device import DEVICE, DTYPES, MARKS, needs_gpu
 
-from bayesattn.ops.attention import score_gradients
+from bayesattn.ops.attention import score_gradients, score_gradients_triton
 from bayesattn.ops.attention.masking import masked_softmax
 from bayesattn.ops.common.launch import LAUNCHES
 
@@ -15,7 +17,7 @@ pytestmark = MARKS
 
 
 def written_out(grad, query, key, value, *, mask=None, bias=None, is_causal=False, scale, softcap=None):
-    """Return the output and Σ_i dΦ_ij², with products in the dtype of the inputs."""
+    """Return output, log-sum-exp and Σ_i dΦ_ij², with products in the dtype of the inputs."""
     groups = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -31,7 +33,9 @@ def written_out(grad, query, key, value, *, mask=None, bias=None, is_causal=Fals
     output = weights.to(value.dtype) @ value
     products = (grad @ value.transpose(-2, -1)).to(wide)
     delta = (output.to(wide) * grad.to(wide)).sum(-1, keepdim=True)
-    return output, (weights * (products - delta)).square().sum(-2)
+    squares = (weights * (products - delta)).square().sum(-2)
+    allowed = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    return output, allowed.logsumexp(-1), squares
 
 
 def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
@@ -47,15 +51,23 @@ def check(shape, dtype=torch.float32, *, contiguous=True, **options):
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     options = {"scale": d**-0.5, **options}
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    _, truth = written_out(*(x.double() for x in tensors), **options)
-    output, yardstick = written_out(*tensors, **options)
-    before = LAUNCHES["score_columns"]
-    found = score_gradients.squared_score_gradients(*tensors, output, **options)
-    assert LAUNCHES["score_columns"] == before + 1, "the kernel did not run"
-    assert found.dtype == torch.float32
-    assert found.shape == (b, h, n)
-    assert torch.isfinite(found).all()
-    assert relative_error(found, truth) <= 2.0 * relative_error(yardstick, truth) + 20 * torch.finfo(torch.float32).eps
+    _, lse, truth = written_out(*(x.double() for x in tensors), **options)
+    output, _, yardstick = written_out(*tensors, **options)
+    found = None
+    # the log-sum-exp computed by the kernels; given, with δ formed by the one launch; given, with a launch for δ
+    for given, most_keys, launches in ((None, 1024, (1, 1)), (lse.float(), n, (0, 1)), (lse.float(), n - 1, (1, 1))):
+        before = LAUNCHES["score_rows"], LAUNCHES["score_columns"]
+        with mock.patch.object(score_gradients_triton, "MOST_KEYS", most_keys):
+            found = score_gradients.squared_score_gradients(*tensors, output, given, **options)
+        ran = LAUNCHES["score_rows"] - before[0], LAUNCHES["score_columns"] - before[1]
+        assert ran == launches, "other kernels ran"
+        assert found.dtype == torch.float32
+        assert found.shape == (b, h, n)
+        assert torch.isfinite(found).all()
+        # a given log-sum-exp was rounded elsewhere than the scores, so their roundings do not cancel
+        exponent = 1.0 if given is None else float(lse[lse.isfinite()].abs().max())
+        allowance = 20 * torch.finfo(torch.float32).eps * max(exponent, 1.0)
+        assert relative_error(found, truth) <= 2.0 * relative_error(yardstick, truth) + allowance
     return found
 
 
@@ -158,7 +170,7 @@ def test_what_the_kernels_cannot_do_is_named_and_computed_by_torch():
     assert "257, above 256" in score_gradients.why_not_kernel(wide, wide, x)
     assert "no keys" in score_gradients.why_not_kernel(x, x[:, :, :0], x[:, :, :0])
     before = LAUNCHES["score_columns"]
-    output, truth = written_out(x.double(), wide.double(), wide.double(), x.double(), scale=0.1)
+    output, _, truth = written_out(x.double(), wide.double(), wide.double(), x.double(), scale=0.1)
     found = score_gradients.squared_score_gradients(x, wide, wide, x, output.float(), scale=0.1)
     assert torch.allclose(found.double(), truth, rtol=1e-4)
     assert LAUNCHES["score_columns"] == before
@@ -192,6 +204,39 @@ def test_sizes_of_a_real_model(dtype):
     check((4, 12, 12, 512, 512, 64, 64), dtype)
     check((4, 12, 12, 509, 509, 64, 64), dtype, mask=padding(4, 509))
     check((2, 8, 2, 1021, 1021, 128, 128), dtype, is_causal=True)
+
+
+BACKENDS = {
+    "FLASH_ATTENTION": {},
+    "EFFICIENT_ATTENTION": {"attn_mask": padding(2, 509).expand(2, 1, 509, 509)},
+    "CUDNN_ATTENTION": {},
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_fused_attention_keeps_its_log_sum_exp(backend):
+    options = {name: x.to(DEVICE) for name, x in BACKENDS[backend].items()}
+    query, key, value = (torch.randn(2, 3, 509, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    query.requires_grad_()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend[backend]):
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    kept = score_gradients.kept_log_sum_exp(output.transpose(1, 2).contiguous().transpose(1, 2))
+    _, truth, _ = written_out(
+        *(x.detach().double() for x in (query, query, key, value)), mask=options.get("attn_mask"), scale=0.125
+    )
+    assert torch.allclose(kept.double(), truth, atol=1e-3)
+
+
+@needs_gpu
+def test_torch_alone_multiplies_half_precision_as_it_is():
+    tensors = [torch.randn(2, 3, 71, 64, device=DEVICE).bfloat16() for _ in range(4)]
+    options = {"mask": padding(2, 71).to(DEVICE), "scale": 0.11}
+    output, lse, _ = written_out(*tensors, **options)
+    truth = written_out(*(x.double() for x in tensors), **options)[-1]
+    for given in (None, lse):
+        found = score_gradients._in_blocks(*tensors, output, given, bias=None, is_causal=False, softcap=None, **options)
+        assert relative_error(found, truth) < 0.01
 
 
 @needs_gpu

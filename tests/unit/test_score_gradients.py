@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bayesattn.ops.attention import score_gradients
 from bayesattn.ops.attention.masking import masked_softmax
@@ -10,7 +11,7 @@ B, H, M, N, D, DV = 2, 6, 7, 11, 5, 3
 
 
 def written_out(query, key, value, grad_output, *, mask=None, bias=None, is_causal=False, scale, softcap=None):
-    """Return Σ_i dΦ_ij² by autograd through scores that exist as an array."""
+    """Return Σ_i dΦ_ij² by autograd through scores that exist as an array, output and log-sum-exp."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = scale * query @ key.transpose(-2, -1)
@@ -24,7 +25,8 @@ def written_out(query, key, value, grad_output, *, mask=None, bias=None, is_caus
         mask = causal if mask is None else mask & causal
     output = masked_softmax(scores, mask) @ value
     (grad,) = torch.autograd.grad((output * grad_output).sum(), scores)
-    return grad.square().sum(dim=-2)
+    lse = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    return grad.square().sum(dim=-2), output.detach(), lse.logsumexp(dim=-1).detach()
 
 
 def inputs(heads=H, key_heads=H, m=M, n=N):
@@ -51,9 +53,11 @@ def test_equals_autograd_on_written_out_scores(name, limit, monkeypatch):
     monkeypatch.setitem(score_gradients.BLOCK_ENTRIES, "cpu", limit)
     query, key, value, grad = inputs()
     options = {"scale": 0.6, **OPTIONS[name]}
-    found = score_gradients.squared_score_gradients(grad, query, key, value, **options)
-    assert torch.allclose(found, written_out(query, key, value, grad, **options), rtol=1e-10, atol=1e-14)
-    assert float(found.sum()) > 0
+    truth, output, lse = written_out(query, key, value, grad, **options)
+    for kept in ((), (output,), (output, lse)):
+        found = score_gradients.squared_score_gradients(grad, query, key, value, *kept, **options)
+        assert torch.allclose(found, truth, rtol=1e-10, atol=1e-14)
+        assert float(found.sum()) > 0
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 3])
@@ -61,7 +65,7 @@ def test_grouped_heads(key_heads):
     query, key, value, grad = inputs(key_heads=key_heads)
     found = score_gradients.squared_score_gradients(grad, query, key, value, scale=0.3)
     assert found.shape == (B, H, N)
-    assert torch.allclose(found, written_out(query, key, value, grad, scale=0.3), rtol=1e-10)
+    assert torch.allclose(found, written_out(query, key, value, grad, scale=0.3)[0], rtol=1e-10)
 
 
 @pytest.mark.parametrize("m", [1, 13])
@@ -69,7 +73,7 @@ def test_causal_with_other_numbers_of_queries_and_keys(m):
     query, key, value, grad = inputs(m=m)
     options = {"scale": 0.3, "is_causal": True}
     found = score_gradients.squared_score_gradients(grad, query, key, value, **options)
-    assert torch.allclose(found, written_out(query, key, value, grad, **options), rtol=1e-10, atol=1e-14)
+    assert torch.allclose(found, written_out(query, key, value, grad, **options)[0], rtol=1e-10, atol=1e-14)
 
 
 def test_half_precision_is_computed_in_float32():
@@ -77,4 +81,32 @@ def test_half_precision_is_computed_in_float32():
     query, key, value, grad = (x.double() for x in halves)
     found = score_gradients.squared_score_gradients(halves[3], *halves[:3], scale=0.5)
     assert found.dtype == torch.float32
-    assert torch.allclose(found.double(), written_out(query, key, value, grad, scale=0.5), rtol=1e-4)
+    assert torch.allclose(found.double(), written_out(query, key, value, grad, scale=0.5)[0], rtol=1e-4)
+
+
+def attended(**options):
+    query, key, value, _ = inputs()
+    query.requires_grad_()
+    return (
+        F.scaled_dot_product_attention(query, key, torch.cat([value, value], dim=-1)[..., :D], scale=0.6, **options),
+        query,
+        key,
+    )
+
+
+@pytest.mark.parametrize("mask", [None, PADDING[:, None, None, :].expand(B, 1, M, N)])
+def test_the_log_sum_exp_of_torchs_attention_is_found_behind_views_and_copies(mask):
+    output, query, key = attended(attn_mask=mask)
+    scores = 0.6 * query.detach() @ key.transpose(-2, -1)
+    truth = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).logsumexp(dim=-1)
+    moved = output.transpose(1, 2).contiguous().transpose(1, 2)
+    for found in (score_gradients.kept_log_sum_exp(output), score_gradients.kept_log_sum_exp(moved)):
+        assert torch.allclose(found, truth, rtol=1e-6)
+
+
+def test_no_log_sum_exp_is_taken_from_anything_else():
+    output, query, _ = attended()
+    assert score_gradients.kept_log_sum_exp(output.detach()) is None
+    assert score_gradients.kept_log_sum_exp(output * 2.0) is None
+    assert score_gradients.kept_log_sum_exp(query) is None
+    assert score_gradients.kept_log_sum_exp(output[:, :2].transpose(1, 2)) is None

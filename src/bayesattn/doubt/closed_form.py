@@ -5,7 +5,7 @@ whole row shares cancels in the softmax. Examples of a batch do not mix, so the 
 and one backward pass through the activations gives all of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,16 +40,18 @@ class CallVariance:
 
 
 @contextmanager
-def _without_parameter_gradients(model: nn.Module) -> Iterator[None]:
+def _without_parameter_gradients(modules: list[nn.Module]) -> Iterator[None]:
     """Switch gradients of parameters off: activations that only they need are then not kept."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # a parameter that two modules share is in the list twice, which does no harm
+    held = (parameter for module in modules for parameter in module._parameters.values())
+    learned = [parameter for parameter in held if parameter is not None and parameter.requires_grad]
     try:
         for parameter in learned:
-            parameter.requires_grad_(False)
+            parameter.requires_grad = False
         yield
     finally:
         for parameter in learned:
-            parameter.requires_grad_(True)
+            parameter.requires_grad = True
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class Measured:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         names: Its stochastic attention modules.
+        modules: All of its modules: walking through a model takes as long as running some of its layers.
     """
 
     model: nn.Module
     args: tuple
     kwargs: dict[str, Any]
     names: dict[BayesianModule, str]
+    modules: list[nn.Module]
 
     @property
     def is_graph(self) -> bool:
@@ -79,7 +83,7 @@ class Measured:
 
     def run_measured(self, direction: Callable[[nn.Module, Tensor], Tensor] | None = None) -> tuple[Any, list[Call]]:
         """Return outputs with a graph and the attention calls behind them."""
-        with _without_parameter_gradients(self.model), torch.enable_grad(), score_sensitivity(direction) as calls:
+        with _without_parameter_gradients(self.modules), torch.enable_grad(), score_sensitivity(direction) as calls:
             outputs = self.run()
         if not calls:
             raise ValueError(f"none of the {len(self.names)} attention modules ran in the model's forward pass")
@@ -102,8 +106,8 @@ def measuring(model: nn.Module, inputs: Any, config: AttentionConfig | None) -> 
     args, kwargs = as_arguments(inputs)
     if any(isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 0 for value in (*args, *kwargs.values())):
         raise ValueError("inputs has a tensor of length 0. The batch needs at least one example")
-    with bayesian(model, config) as names, evaluating(model):
-        yield Measured(model, tuple(args), dict(kwargs), names)
+    with bayesian(model, config) as (names, modules), evaluating(model, modules):
+        yield Measured(model, tuple(args), dict(kwargs), names, modules)
 
 
 Numbers = Callable[[Any], list[Callable[[Any], Float[Tensor, " b"]]]]
@@ -146,12 +150,13 @@ def require_number(number: Any) -> None:
 def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, str], *, is_last: bool) -> list[CallVariance]:
     require_number(number)
     anchors = [call.anchor for call in calls]
-    squares = torch.autograd.grad(number.sum(), anchors, allow_unused=True, retain_graph=not is_last)
-    found = []
-    for call, square in zip(calls, squares, strict=True):
-        square = torch.zeros_like(call.anchor) if square is None else square
-        found.append(_of_examples(call, square.detach(), number.shape[0], names[call.module]))
-    return found
+    found = torch.autograd.grad(number.sum(), anchors, allow_unused=True, retain_graph=not is_last)
+    squares = [torch.zeros_like(call.anchor) if x is None else x for call, x in zip(calls, found, strict=True)]
+    levels = [log_noise_variance(call.module.config) for call in calls]  # type: ignore[arg-type]
+    alike = _stacked(squares) if len(set(levels)) == 1 else None
+    scaled = [x * level for x, level in zip(squares, levels, strict=True)] if alike is None else (alike * levels[0]).unbind()
+    examples = number.shape[0]
+    return [_of_examples(call, x, examples, names[call.module]) for call, x in zip(calls, scaled, strict=True)]
 
 
 def require_finite(what: str, *numbers: Tensor) -> None:
@@ -160,9 +165,8 @@ def require_finite(what: str, *numbers: Tensor) -> None:
         raise ValueError(f"{what} NaN or infinity; nothing can be said about such a prediction")
 
 
-def _of_examples(call: Call, square: Float[Tensor, "w h n"], examples: int, name: str) -> CallVariance:
+def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, name: str) -> CallVariance:
     """Give every example its own entries: a model may have cut each into windows, one after another."""
-    variance = square * log_noise_variance(call.module.config)  # type: ignore[arg-type]
     entries = variance.shape[0]
     if entries == examples:
         return CallVariance(name, variance, True)
@@ -176,25 +180,35 @@ def _of_examples(call: Call, square: Float[Tensor, "w h n"], examples: int, name
 
 def total(found: list[CallVariance]) -> Float[Tensor, " b"]:
     """Return the variance of every example."""
-    return _sum(call.variance.sum(dim=(1, 2)) for call in found)
+    return _sum(_each_sum([call.variance for call in found], (-2, -1)))
 
 
 def parts(found: list[CallVariance]) -> dict[str, Any]:
     """Return `std`, `by_layer`, `by_head` and `by_token` of a `Doubt` from the calls' variances."""
     by_head: dict[str, Tensor] = {}
-    for call in found:
-        heads = call.variance.sum(dim=-1)
+    for call, heads in zip(found, _each_sum([call.variance for call in found], (-1,)), strict=True):
         by_head[call.name] = by_head[call.name] + heads if call.name in by_head else heads
-    by_layer = {name: heads.sum(dim=-1) for name, heads in by_head.items()}
-    std = _sum(by_layer.values()).sqrt()
-    return {"std": std, "by_layer": by_layer, "by_head": by_head, "by_token": by_token(found)}
+    by_layer = dict(zip(by_head, _each_sum([*by_head.values()], (-1,)), strict=True))
+    return {"std": _sum(by_layer.values()).sqrt(), "by_layer": by_layer, "by_head": by_head, "by_token": by_token(found)}
 
 
 def by_token(found: list[CallVariance]) -> Float[Tensor, "b n"] | None:
     """Return the variance by key position, where all calls attend to one sequence; else None."""
     if len({call.variance.shape[-1] for call in found}) != 1 or not all(call.has_positions for call in found):
         return None
-    return _sum(call.variance.sum(dim=1) for call in found)
+    return _sum(_each_sum([call.variance for call in found], (-2,)))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensors as one, if they are alike: the layers of most models are, and one operation then serves all."""
+    is_alike = len({(x.shape, x.dtype, x.device) for x in tensors}) == 1
+    return torch.stack([*tensors]) if is_alike else None
+
+
+def _each_sum(tensors: Sequence[Tensor], dims: tuple[int, ...]) -> Sequence[Tensor]:
+    """Return the sum of each tensor over the axes `dims`, counted from the end."""
+    alike = _stacked(tensors)
+    return [x.sum(dim=dims) for x in tensors] if alike is None else alike.sum(dim=dims).unbind()
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:

@@ -25,8 +25,10 @@ _ABSENT: Any = object()
 
 
 @contextmanager
-def bayesian(model: nn.Module, config: AttentionConfig | None) -> Iterator[dict[BayesianModule, str]]:
-    """Give the stochastic attention modules by name; a model that has none is converted for the time of the scope.
+def bayesian(
+    model: nn.Module, config: AttentionConfig | None
+) -> Iterator[tuple[dict[BayesianModule, str], list[nn.Module]]]:
+    """Give the stochastic attention modules with their names, and all modules; a plain model is converted for the scope.
 
     Raises:
         ValueError: The model is Bayesian and a config is given as well, or it cannot be converted.
@@ -37,14 +39,15 @@ def bayesian(model: nn.Module, config: AttentionConfig | None) -> Iterator[dict[
     if any(isinstance(module, BayesianModule) for module in modules):
         if config is not None:
             raise ValueError("config is given and the model is Bayesian already. Leave it out, or call restore(model) first")
-        yield _stochastic(model)
+        yield _stochastic(model), modules
         return
     config = DEFAULT if config is None else config
     known = _KNOWN.get(model)
     if known is not None and known.fits(modules, config):
         known.put_in()
         try:
-            yield known.names
+            # children that the conversion adds are not in the list yet
+            yield known.names, [*modules, *known.names]
         finally:
             known.take_out()
         return
@@ -55,7 +58,7 @@ def bayesian(model: nn.Module, config: AttentionConfig | None) -> Iterator[dict[
         # a layer that became another class keeps state between calls, which only `restore` removes
         if all(isinstance(part, HostedAttention) for part in names):
             _KNOWN[model] = _Conversion(config, names, before)
-        yield names
+        yield names, list(model.modules())
     finally:
         restore(model)
 

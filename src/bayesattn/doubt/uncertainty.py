@@ -150,9 +150,9 @@ def _covariance(variances: list[Tensor], num_classes: int) -> Float[Tensor, "b o
 
 
 def _from_draws(model, inputs, target, config, num_samples, seed, output) -> Uncertainty:
-    with bayesian(model, config):
+    with bayesian(model, config) as (_, modules):
         args, kwargs = as_arguments(inputs)
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), evaluating(model, modules):
             outputs = model(*args, **kwargs)
             number = settle(target, output, outputs)
             value = number.of(outputs)

@@ -20,6 +20,9 @@ from bayesattn.ops.attention.score_gradient_kernels import score_columns_kernel,
 from bayesattn.ops.attention.triton import ROW_MULTIPLE
 from bayesattn.ops.common.launch import Launch, prepared
 
+# with more keys than this, forming δ anew for every block of them takes longer than one more launch
+MOST_KEYS = 1024
+
 
 def squared_score_gradients(
     grad_output: Float[Tensor, "b h m dv"],
@@ -27,6 +30,7 @@ def squared_score_gradients(
     key: Float[Tensor, "b hk n d"],
     value: Float[Tensor, "b hk n dv"],
     output: Float[Tensor, "b h m dv"],
+    log_sum_exp: Float[Tensor, "b h m"] | None = None,
     *,
     mask: Bool[Tensor, "#b #h #m n"] | None,
     bias: Float[Tensor, "#b #h #m #n"] | None,
@@ -43,12 +47,19 @@ def squared_score_gradients(
     squares = query.new_empty((b, h, key.shape[2]), dtype=torch.float32)
     if not (b and m):
         return squares.zero_()
-    lse, delta = query.new_empty((2, b, h, m), dtype=torch.float32)
-    rows, columns = _launches(*map(layout, (query, key, value, output, grad_output, mask, bias)), is_causal, scale, softcap)
+    lse, delta = log_sum_exp, None
+    if lse is None:
+        lse, delta = query.new_empty((2, b, h, m), dtype=torch.float32)
+    elif key.shape[2] > MOST_KEYS:
+        delta = query.new_empty((b, h, m), dtype=torch.float32)
+    layouts = map(layout, (query, key, value, output, grad_output, mask, bias, lse))
+    rows, columns = _launches(*layouts, log_sum_exp is not None, delta is not None, is_causal, scale, softcap)
     # kernels offset a pointer before they check the switches, so none may be absent
     optional = (query if mask is None else mask, query if bias is None else bias)
-    rows(query, key, output, grad_output, *optional, lse, delta)
-    columns(query, key, value, grad_output, *optional, lse, delta, squares)
+    delta = lse if delta is None else delta
+    if rows is not None:
+        rows(query, key, output, grad_output, *optional, lse, delta)
+    columns(query, key, value, output, grad_output, *optional, lse, delta, squares)
     return squares
 
 
@@ -61,11 +72,14 @@ def _launches(
     grad: Layout,
     mask: Layout | None,
     bias: Layout | None,
+    lse: Layout,
+    is_given: bool,
+    has_delta: bool,
     is_causal: bool,
     scale: float,
     softcap: float | None,
-) -> tuple[Launch, Launch]:
-    """Return the launches that fill LSE and δ, and the squares."""
+) -> tuple[Launch | None, Launch]:
+    """Return the launches that fill what `has_delta` and `is_given` leave of δ and LSE, if any, and the squares."""
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {"CAPPED": softcap is not None, "HAS_BIAS": bias is not None, "CAUSAL": is_causal}
     absent = (0, 0, 0, 0)
@@ -74,14 +88,16 @@ def _launches(
         *(absent if bias is None else expanded_strides(bias, (b, h, m, n))),
     )
 
-    def of(kernel, tiles: str, length: int, side: str, third: Layout) -> Launch:
+    def of(kernel, tiles: str, length: int, side: str, third: Layout, more: tuple[int, ...] = (), **flags: bool) -> Launch:
         constants = kernel_constants(tiles, query, value, mask, **switches)
         blocks = blocks_of(length, constants[side])
         is_checked = is_causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
-        strides = (*query.strides[:3], *key.strides[:3], *third.strides[:3], *grad.strides[:3], *optional)
+        strides = (*query.strides[:3], *key.strides[:3], *third.strides[:3], *more, *grad.strides[:3], *optional)
         return prepared(
             kernel, (blocks * b * h,), *strides, h, h // hk, m, n, d, dv, blocks, scale,
-            1.0 if softcap is None else float(softcap), **constants, CHECK=is_checked,
+            1.0 if softcap is None else float(softcap), **constants, CHECK=is_checked, GIVEN=is_given, **flags,
         )  # fmt: skip
 
-    return of(score_rows_kernel, "forward", m, "BM", output), of(score_columns_kernel, "grad_key", n, "BN", value)
+    rows = of(score_rows_kernel, "forward", m, "BM", output) if has_delta else None
+    more = (*output.strides[:3], *lse.strides)
+    return rows, of(score_columns_kernel, "grad_key", n, "BN", value, more, HAS_DELTA=has_delta)
