@@ -165,6 +165,11 @@ def require_finite(what: str, *numbers: Tensor) -> None:
         raise ValueError(f"{what} NaN or infinity; nothing can be said about such a prediction")
 
 
+def require_finite_gradients(std: Float[Tensor, " b"]) -> None:
+    """Refuse gradients that are not finite: a model whose answers are may have them, where it divides by 0 or masks all."""
+    require_finite("the gradients of the target in the attention scores contain", std)
+
+
 def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, name: str) -> CallVariance:
     """Give every example its own entries: a model may have cut each into windows, one after another."""
     entries = variance.shape[0]

@@ -8,7 +8,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.doubt.closed_form import CallVariance, by_token, measuring, parts, require_finite, variances
+from bayesattn.doubt.closed_form import (
+    CallVariance,
+    by_token,
+    measuring,
+    parts,
+    require_finite,
+    require_finite_gradients,
+    variances,
+)
 from bayesattn.doubt.result import SequenceScore
 from bayesattn.objective import IGNORED_LABEL
 from bayesattn.precision import upcast
@@ -91,6 +99,7 @@ def score(
         (value,), (found,) = variances(measured, numbers)
     require_finite("the log-probabilities contain", value)
     doubt = parts(found)
+    require_finite_gradients(doubt["std"])
     if is_encoder_decoder:
         lengths = (inputs["input_ids"].shape[1], scored.shape[1])
         doubt["by_token"] = by_token([call for call in found if _reads_prompt(call, *lengths)] or found)

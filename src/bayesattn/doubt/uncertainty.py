@@ -95,6 +95,7 @@ def uncertainty(
             values, found = closed_form.variances(measured, numbers)
             parts, variances, used = closed_form.parts(found[0]), [closed_form.total(calls) for calls in found], method
     _require_finite(settled[0], values)
+    closed_form.require_finite_gradients(parts["std"])
     result = {"value": values[0], "method": used, **parts}
     if settled[0].classes is not None:
         result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
