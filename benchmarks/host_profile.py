@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from bayesattn.bench.harness import measure_in_turn
-from bayesattn.bench.step import Case
 from bayesattn.config import AttentionConfig, Variant
 from bayesattn.convert import bayesianize
 from bayesattn.kl import record_kl
+from bayesattn_recipes.bench.harness import measure_in_turn
+from bayesattn_recipes.bench.step import Case
 
 VARIANTS: tuple[Variant, ...] = ("soft", "BAM-NOKL", "BAM-WC", "BAM-LC")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from bayesattn.bench.harness import Row, read_csv
 from bayesattn.plots.style import COLORS, MARKERS
+from bayesattn_recipes.bench.harness import Row, read_csv
 
 FOLDER = Path(__file__).parent
 # provider and mode of a column; its heading
@@ -69,8 +69,8 @@ TABLES: dict[str, tuple[str, str, str, list[Column]]] = {
             ("BAM-NOKL csr", "forward", "BAM-NOKL, forward"),
         ],
     ),
-    "seeing": (
-        "h200/seeing.csv",
+    "vision": (
+        "h200/vision.csv",
         "model, recorded step",
         "cuda",
         [(name, RECORDED, name) for name in ("BAM-NOKL", "BAM-WC", "soft, again")],
@@ -81,7 +81,7 @@ PLOTTED = {
     "attention": ("fwd+bwd",),
     "causal": ("fwd+bwd",),
     "step": ("plain", "compiled", "recorded"),
-    "seeing": (RECORDED,),
+    "vision": (RECORDED,),
 }
 
 

@@ -47,7 +47,13 @@ DOUBT = Recipe(
     "a study: does doubt in closed form find the errors of fine-tuned encoders? (reproduce only)",
     "bayesattn_recipes.doubt",
 )
+BENCH = Recipe(
+    "bench",
+    "what Bayesian attention costs: `bayesattn bench SUITE` times kernels, layers and training steps",
+    "bayesattn_recipes.bench",
+    needs_files=False,
+)
 
 RECIPES = {recipe.name: recipe for recipe in (DIGITS, GRAPH, LANGUAGE, TRANSLATION, CAPTIONING, VQA)}
 # no training of their own
-STUDIES = {recipe.name: recipe for recipe in (DOUBT,)}
+STUDIES = {recipe.name: recipe for recipe in (DOUBT, BENCH)}

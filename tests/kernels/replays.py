@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bayesattn.bench.harness import recorded
+from bayesattn_recipes.bench.harness import recorded
 
 
 def check_replays(call: Callable[[], None], held: list[Tensor]) -> None:

@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import bayesattn as ba
-from bayesattn.bench.harness import peak_memory
 from bayesattn.functional import attention
 from bayesattn.ops.common.launch import LAUNCHES
 from bayesattn.priors import ContextualPrior
+from bayesattn_recipes.bench.harness import peak_memory
 
 pytestmark = MARKS
 VARIANTS = ["BAM-NOKL", "BAM-LC", "BAM-WC"]

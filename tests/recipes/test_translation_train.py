@@ -13,10 +13,11 @@ from translation_data import generated_splits
 
 from bayesattn.cli import main
 from bayesattn_recipes.baselines import RIVALS
+from bayesattn_recipes.bench import translation as cost
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.loop import TrainingConfig, train
-from bayesattn_recipes.translation import bench, bleu, figures, measure, reproduce
+from bayesattn_recipes.translation import bleu, figures, measure, reproduce
 from bayesattn_recipes.translation.commands import colored
 from bayesattn_recipes.translation.data import load_splits
 from bayesattn_recipes.translation.draws import available_methods, disagreement
@@ -280,7 +281,7 @@ def test_attention_samples_are_weights_over_the_source(name):
 
 def test_cost_has_a_row_for_every_variant(capsys):
     configs = {name: load_config(f"multi30k-{name}", TINY) for name in ("soft", "wc", "enum")}
-    rows = bench.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=2)
+    rows = cost.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=2)
     assert [row.provider for row in rows] == ["soft", "wc", "enum"]
     assert rows[0].ratio == 1.0
     capsys.readouterr()
@@ -296,7 +297,7 @@ def test_cost_is_that_of_the_precision_a_config_trains_in(precision, monkeypatch
     configs = {"soft": load_config("multi30k-soft", [*TINY, f"training.precision={precision}"])}
     # oneDNN does not have a bf16 LSTM for every CPU
     monkeypatch.setattr(torch.nn.LSTM, "forward", torch.autocast("cpu", enabled=False)(torch.nn.LSTM.forward))
-    bench.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=1)
+    cost.measure_costs(configs, num_sentences=3, length=4, vocabulary_size=60, device="cpu", rounds=1)
     assert set(seen) == {precision == "bf16"}
     capsys.readouterr()
 

@@ -1,4 +1,4 @@
-"""The command line: `bayesattn list | demo | train | evaluate | report | bench | doctor`. Parsing and printing only.
+"""The command line: `bayesattn list | demo | train | evaluate | report | doubt | doctor`. Parsing and printing only.
 
 A user error is one line on stderr and exit code 2; `--debug` shows the traceback instead.
 """

@@ -289,19 +289,6 @@ def reproduce(
 
 
 @app.command()
-def bench(
-    suite: Annotated[str, typer.Argument(help="attention, causal, doubt, graph or step, or one that a recipe adds.")],
-    out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-) -> None:
-    """Time Bayesian attention against what one would use instead, in one run."""
-    from bayesattn.bench import run_suite
-
-    run_suite(suite, device, out)
-    console.print(f"results: {out}", soft_wrap=True)
-
-
-@app.command()
 def doctor() -> None:
     """Show versions, devices and backends."""
     from bayesattn.cli.backends import backends

@@ -3,6 +3,7 @@
 from bayesattn.ops.attention.kl import kl_from_scores, log_alpha, lognormal_location
 from bayesattn.ops.attention.masking import Allowed, masked_logsumexp, masked_softmax
 from bayesattn.ops.attention.reference import expand_heads, noisy_softmax, weighted_values
+from bayesattn.ops.attention.statistics import row_statistics
 
 __all__ = [
     "Allowed",
@@ -13,5 +14,6 @@ __all__ = [
     "masked_logsumexp",
     "masked_softmax",
     "noisy_softmax",
+    "row_statistics",
     "weighted_values",
 ]

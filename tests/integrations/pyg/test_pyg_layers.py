@@ -9,9 +9,9 @@ from dense_layers import dense_layer
 from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 import bayesattn as ba
-from bayesattn.bench.harness import peak_memory
 from bayesattn.integrations.pyg import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv, attention
 from bayesattn.ops.segment import reference
+from bayesattn_recipes.bench.harness import peak_memory
 
 NODES, TARGETS, IN, OUT, HEADS, EDGE = 11, 6, 5, 4, 3, 2
 PLAIN = {"gat": GATConv, "gatv2": GATv2Conv, "transformer": TransformerConv}

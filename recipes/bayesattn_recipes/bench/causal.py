@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.attention import SDPBackend
 
-from bayesattn.bench.attention import CONFIG, LOGNORMAL, Calls, Layout, Shape, check
-from bayesattn.bench.harness import Row, Suite
 from bayesattn.config import AttentionConfig
+from bayesattn_recipes.bench.attention import CONFIG, LOGNORMAL, Calls, Layout, Shape, check
+from bayesattn_recipes.bench.harness import Row, Suite
 
 CONFIGS = {"BAM-NOKL": AttentionConfig("BAM-NOKL", weibull_k=10.0), "BAM-WC": CONFIG, "BAM-LC": LOGNORMAL}
 # turns, and calls in each

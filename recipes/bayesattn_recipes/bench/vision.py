@@ -15,11 +15,11 @@ from typing import Literal
 
 import torch
 
-from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.evaluation.threads import one_thread
+from bayesattn_recipes.bench import timing
+from bayesattn_recipes.bench.harness import Row, Suite, recorded
 from bayesattn_recipes.captioning import train as captioning
 from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit
-from bayesattn_recipes.common import timing
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.experiment import Experiment, TrainingConfig
 from bayesattn_recipes.common.loop import training_step
@@ -75,7 +75,7 @@ CASES = {
 
 def run(device: str, cases: list[Case] | None = None) -> list[Row]:
     """Time every case, in turn: on a GPU as it trains, in bfloat16 and its config's precision, and as a CUDA graph."""
-    suite = Suite("seeing", device)
+    suite = Suite("vision", device)
     with one_thread():
         for case in CASES[device] if cases is None else cases:
             if device == "cpu":

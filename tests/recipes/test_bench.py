@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import bayesattn as ba
-from bayesattn.bench import attention, causal, harness, run_suite, step
-from bayesattn.bench.plot import plot_ratios
-from bayesattn_recipes import bench
+from bayesattn_recipes.bench import attention, causal, harness, run_suite, step, vision
+from bayesattn_recipes.bench.plot import plot_ratios
 
 
 def test_ratios_are_to_the_first_provider_of_the_same_case_and_mode(tmp_path, capsys):
@@ -171,7 +170,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_the_doubt_suite_compares_with_one_plain_pass_and_with_the_memory_of_a_kept_graph(capsys):
-    doubt = pytest.importorskip("bayesattn.bench.doubt")
+    doubt = pytest.importorskip("bayesattn_recipes.bench.doubt")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     rows = doubt.run("cpu", [doubt.Case("tiny", sizes, batch=2, length=8, rounds=1)])
     found = {(row.mode, row.provider): row for row in rows}
@@ -188,13 +187,13 @@ def test_the_doubt_suite_compares_with_one_plain_pass_and_with_the_memory_of_a_k
     assert "tiny b2 n8" in capsys.readouterr().out
 
 
-def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(capsys):
+def test_the_vision_suite_times_both_models_with_soft_attention_first_and_last(capsys):
     mcan = ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8")
     cases = [
-        bench.Case("MCAN", "shapes", 5, 3, 7, 11, 13, 4, settings=mcan),
-        bench.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5")),
+        vision.Case("MCAN", "shapes", 5, 3, 7, 11, 13, 4, settings=mcan),
+        vision.Case("Att2in", "shapes", 10, 3, 7, 11, 13, settings=("width=6", "attention_dim=5")),
     ]
-    rows = bench.run("cpu", cases)
+    rows = vision.run("cpu", cases)
     assert [row.provider for row in rows] == ["soft", "BAM-NOKL", "BAM-WC", "soft, again"] * 2
     assert [row.case for row in rows[::4]] == ["MCAN shapes b5 t3 r7", "Att2in shapes b10 t3 r7"]
     assert "BAM-WC" in capsys.readouterr().out
@@ -204,11 +203,11 @@ def test_the_seeing_suite_times_both_models_with_soft_attention_first_and_last(c
 @pytest.mark.parametrize("model", ["MCAN", "Att2in"])
 def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, is_recipe):
     sizes = {"MCAN": ("model.width=8", "model.num_heads=2", "model.feedforward_dim=8"), "Att2in": ("width=6",)}[model]
-    experiment, training = bench.build(bench.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes), "wc")
+    experiment, training = vision.build(vision.Case(model, "shapes", 10, 3, 7, 11, 13, 4, settings=sizes), "wc")
     with (
-        bench.recipe_step(experiment, training, "fp32")
+        vision.recipe_step(experiment, training, "fp32")
         if is_recipe
-        else nullcontext(bench.whole_step(experiment, training, "cpu"))
+        else nullcontext(vision.whole_step(experiment, training, "cpu"))
     ) as step:
         before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
         step()
@@ -217,8 +216,8 @@ def test_a_timed_step_of_a_model_that_sees_is_a_training_step(model, is_recipe):
 
 @pytest.mark.parametrize(("index", "words"), [(0, 20_572), (1, 9488), (3, 2540)])
 def test_the_models_that_see_are_timed_at_the_sizes_of_their_data(index, words):
-    case = bench.CASES["cuda"][index]
-    experiment, training = bench.build(dataclasses.replace(case, regions=3, features=5), "soft")
+    case = vision.CASES["cuda"][index]
+    experiment, training = vision.build(dataclasses.replace(case, regions=3, features=5), "soft")
     batch = experiment.pad(experiment.collate(torch.arange(training.batch_size)))
     assert batch["words"].shape == (case.batch, case.words)
     assert len(experiment.model.vocabulary.words) == words
@@ -276,7 +275,7 @@ def test_bad_arguments_are_named_before_anything_runs(tmp_path, monkeypatch, dev
 
 
 def test_graph_suite_times_every_layer_against_pyg(capsys):
-    graph = pytest.importorskip("bayesattn.bench.graph")
+    graph = pytest.importorskip("bayesattn_recipes.bench.graph")
     rows = graph.run("cpu", [graph.Case(31, 97, 5)])
     assert [row.provider for row in rows if row.mode == "fwd+bwd"] == [
         "GATConv", "BAM-NOKL csr", "BAM-WC csr", "BAM-NOKL reference", "BAM-WC reference",
@@ -296,7 +295,7 @@ def test_calls_are_timed_one_after_the_other_or_in_turns(capsys, in_turns):
 
 
 def test_graph_suite_times_nothing_that_is_wrong(monkeypatch):
-    graph = pytest.importorskip("bayesattn.bench.graph")
+    graph = pytest.importorskip("bayesattn_recipes.bench.graph")
     from bayesattn.ops.segment import csr
 
     monkeypatch.setattr(csr, "softmax", lambda scores, edges, log_noise=None: scores.exp())

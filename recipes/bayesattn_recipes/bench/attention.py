@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bayesattn.bench.harness import HOST_CALLS_A_TURN, HOST_ROUNDS, Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import attention
-from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.statistics import row_statistics
+from bayesattn.functional.parts import Allowed, row_statistics
+from bayesattn_recipes.bench.harness import HOST_CALLS_A_TURN, HOST_ROUNDS, Row, Suite, recorded
 
 Shape = tuple[int, int, int, int]
 GPU_SHAPES = [(16, 12, 512, 64), (8, 16, 2048, 64), (4, 16, 4096, 64), (4, 16, 4096, 128), (1, 16, 16384, 64)]

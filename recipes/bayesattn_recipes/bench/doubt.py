@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from bayesattn.bench.harness import Row, Suite
 from bayesattn.convert import bayesianize, restore
 from bayesattn.doubt import uncertainty
 from bayesattn.doubt.temporary import DEFAULT
 from bayesattn.ops.attention import score_gradients
+from bayesattn_recipes.bench.harness import Row, Suite
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from bayesattn.bench.harness import Row
 from bayesattn.plots.style import COLORS
+from bayesattn_recipes.bench.harness import Row
 
 # of logarithmic axes, which would show powers of ten
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv
 
-from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.config import AttentionConfig
 from bayesattn.functional import EdgeBackend
 from bayesattn.integrations.pyg import BayesianGATConv
 from bayesattn.kl import record_kl
 from bayesattn.noise.keyed import keyed_noise
+from bayesattn_recipes.bench.harness import Row, Suite, recorded
 
 CONFIG = AttentionConfig("BAM-WC", weibull_k=10.0, gamma_beta=1e-2)
 NO_KL = AttentionConfig("BAM-NOKL", weibull_k=10.0)

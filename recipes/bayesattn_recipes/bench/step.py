@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from bayesattn.bench.harness import Row, Suite, recorded
 from bayesattn.config import AttentionConfig, Variant
 from bayesattn.convert import bayesianize
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.kl import record_kl
 from bayesattn.objective import elbo
+from bayesattn_recipes.bench.harness import Row, Suite, recorded
 
 Mode = Literal["plain", "compiled", "recorded"]
 MODES: tuple[Mode, ...] = ("plain", "recorded", "compiled")

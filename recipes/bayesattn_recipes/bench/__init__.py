@@ -1,14 +1,9 @@
 """Benchmarks: ratios to the usual alternatives, measured in one run, written as CSV with a plot."""
 
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 
-import torch
-
-SUITES = ("attention", "causal", "doubt", "graph", "step")
-# entry points by which other packages add a suite: a function `run(device)` that returns rows
-GROUP = "bayesattn.benchmarks"
+SUITES = ("attention", "causal", "doubt", "graph", "step", "translation", "vision")
 
 
 def run_suite(name: str, device: str, out: Path) -> None:
@@ -16,19 +11,21 @@ def run_suite(name: str, device: str, out: Path) -> None:
 
     While it runs, the rows measured so far are in `out` with the ending `.partial.csv`, which stays if the run fails.
     """
-    from bayesattn.bench.harness import keeping_rows, write_csv
-    from bayesattn.bench.plot import plot_ratios
+    # only now: the command line imports this package to find the command
+    import torch
 
-    added = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in SUITES and name not in added:
-        raise ValueError(f"suite must be one of {', '.join([*SUITES, *added])}, got {name!r}")
+    from bayesattn_recipes.bench.harness import keeping_rows, write_csv
+    from bayesattn_recipes.bench.plot import plot_ratios
+
+    if name not in SUITES:
+        raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no GPU. Use 'cpu'")
     if out.suffix != ".csv":
         raise ValueError(f"out must be a path that ends in .csv, got {str(out)!r}")
-    run = added[name].load() if name in added else import_module(f"bayesattn.bench.{name}").run
+    run = import_module(f"bayesattn_recipes.bench.{name}").run
     partial = out.with_suffix(".partial.csv")
     with keeping_rows(partial):
         rows = run(device)

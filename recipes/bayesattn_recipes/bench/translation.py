@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesattn.bench.harness import Row, Suite
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.baselines.config import Choice
+from bayesattn_recipes.bench.harness import Row, Suite
+from bayesattn_recipes.bench.timing import whole_step
 from bayesattn_recipes.common.experiment import TrainingConfig
-from bayesattn_recipes.common.timing import whole_step
 from bayesattn_recipes.translation.batches import make_batch
 from bayesattn_recipes.translation.model import Translator
 from bayesattn_recipes.translation.train import TranslationConfig, build_model

@@ -27,7 +27,7 @@ def test_page_has_what_the_linear_model_said_to_test_questions():
 def timed(mode: str) -> dict[str, dict[str, dict[str, str]]]:
     """Return the rows of a mode by case and provider."""
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for row in rows("seeing.csv", ROOT / "benchmarks" / "results" / "h200"):
+    for row in rows("vision.csv", ROOT / "benchmarks" / "results" / "h200"):
         if row["mode"] == mode:
             found.setdefault(row["case"], {})[row["provider"]] = row
     return found
