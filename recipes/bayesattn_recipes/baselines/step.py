@@ -10,7 +10,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.functional.parts import kl_from_scores, noisy_softmax
 from bayesattn.nn import StepAttention
-from bayesattn.nn.step import closed_keys, counted_entries
+from bayesattn.nn.step import closed_keys, counted_entries, summed_over_steps
 from bayesattn.noise import keyed
 from bayesattn.precision import upcast, without_autocast
 from bayesattn_recipes.baselines.attention import RivalAttention
@@ -82,8 +82,7 @@ class RivalSteps(RivalAttention):
                 kl = weights.kl_at(full, weights.standard_noise(log_noise).expand(full.shape), log_prior, entries)
             else:
                 kl = kl_from_scores(full, log_prior, entries, weights.config)
-            # a mean over rows, or over the entries of rows of equal length, as a sum over steps
-            return kl if weights.config.kl_reduction == "sum" else kl * steps.sum(dim=1)
+            return summed_over_steps(kl, steps, weights.config)
 
     def note_steps(
         self, scores: Float[Tensor, "b t n"], mask: Bool[Tensor, "b n"], bias: Float[Tensor, "b #t n"] | None

@@ -20,7 +20,7 @@ from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit, load_da
 from bayesattn_recipes.captioning.explain import draw, method_of, prior_weights
 from bayesattn_recipes.captioning.model import Att2in
 from bayesattn_recipes.captioning.train import CaptioningConfig, load_run
-from bayesattn_recipes.common.prediction import make_predict_run
+from bayesattn_recipes.common.prediction import PredictRun
 from bayesattn_recipes.vision.features import add_noise
 
 MAX_VALUES = 2**24
@@ -106,7 +106,7 @@ class CaptioningPredictor:
         )
 
 
-predict_run = make_predict_run(lambda folder, data: CaptioningPredictor(*load_run(folder), data))
+predict_run = PredictRun(lambda folder, data: CaptioningPredictor(*load_run(folder), data))
 
 
 def _pictures(

@@ -1,6 +1,7 @@
 """Predictions of a run: its methods, and the loop over its test sets behind every `predict_run`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,9 +67,15 @@ class RunPredictor(Protocol):
         ...
 
 
-@runtime_checkable
-class PredictRun(Protocol):
-    """How the command line predicts a run of any recipe."""
+@dataclass(frozen=True)
+class PredictRun:
+    """The `predict_run` of a recipe, which the command line calls.
+
+    Attributes:
+        open_run: Reads a run folder; its second argument is the folder of the data sets.
+    """
+
+    open_run: Callable[[Path, Any], RunPredictor]
 
     def __call__(
         self,
@@ -92,27 +99,7 @@ class PredictRun(Protocol):
             data: The folder of the data sets; recipes that generate their data need none.
             on_progress: Called with the number of test sets done and to do, for a progress bar.
         """
-        ...
-
-
-def make_predict_run(open_run: Callable[[Path, Any], RunPredictor]) -> PredictRun:
-    """Return the `predict_run` of a recipe.
-
-    Args:
-        open_run: Reads a run folder; its second argument is the folder of the data sets.
-    """
-
-    def predict_run(
-        folder: Path,
-        *,
-        num_samples: int = 20,
-        noise: tuple[float, ...] = (0.5, 1.0),
-        methods: Sequence[str] | None = None,
-        seed: int = 0,
-        data: Any = None,
-        on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    ) -> Predictions:
-        run = open_run(folder, data)
+        run = self.open_run(folder, data)
         chosen = choose_methods(methods, run.methods, num_samples, run.variant)
         conditions = run.conditions(noise, num_samples)
         splits = {}
@@ -120,5 +107,3 @@ def make_predict_run(open_run: Callable[[Path, Any], RunPredictor]) -> PredictRu
             splits[name] = run.predict(name, condition, chosen, num_samples, seed)
             on_progress(done, len(conditions))
         return run.assemble(splits, chosen, seed)
-
-    return predict_run

@@ -13,7 +13,7 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn.kl import record_kl
 from bayesattn.prediction import predict, sampling
 from bayesattn_recipes.common.doubt import most_doubtful, with_noise
-from bayesattn_recipes.common.prediction import drawing_methods, make_predict_run
+from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
 from bayesattn_recipes.digits.data import CLASS_NAMES, Split, evaluation_splits
 from bayesattn_recipes.digits.model import PATCH, DigitClassifier
 from bayesattn_recipes.digits.train import DigitsConfig, load_run
@@ -58,7 +58,7 @@ class DigitsPredictor:
 
 
 # no data folder is needed: the images come with scikit-learn
-predict_run = one_thread()(make_predict_run(lambda folder, data: DigitsPredictor(*load_run(folder))))
+predict_run = one_thread()(PredictRun(lambda folder, data: DigitsPredictor(*load_run(folder))))
 
 
 def available_methods(config: DigitsConfig) -> list[str]:

@@ -129,17 +129,6 @@ def ranking_table(rows: Sequence[Row]) -> str:
     return markdown(header, body)
 
 
-def ranking_rows(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return a short table of some rankings: pooled change of AURC, its p-value, and in how many models it is lower."""
-    pooled = {row.ranking: row for row in pool(rows)}
-    body = [
-        [name, f"{100 * row.change:+.1f} % ({100 * row.low:+.1f} to {100 * row.high:+.1f})", show_p(row.p_value),
-         f"{row.lower_runs} of {row.num_runs}"]
-        for name, row in ((name, pooled[name]) for name in names)
-    ]  # fmt: skip
-    return markdown(["ranking by", "AURC, change", "p (Holm)", "lower in"], body)
-
-
 def task_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return AURC by task, in per cent, for the own confidence and some rankings."""
     own = _values(rows, BASELINE, "aurc")

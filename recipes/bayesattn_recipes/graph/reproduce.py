@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.cli.progress import show_runs
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.runs import environment, write_bytes, write_json
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.common import tables as _tables
+from bayesattn_recipes.common.reproduce import collect, deadline_after
 from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.evaluate import available_methods, draw, measure_draws
@@ -60,8 +60,8 @@ def reproduce(
         console: Where to print.
         settings: `name=value` on top of every config.
         splits: Number of random splits in place of the public one; soft attention, rivals and a control (`splits.py`).
-        jobs: With `splits`, runs at the same time.
-        minutes: With `splits`, begin no run after this time.
+        jobs: Runs at the same time, each in a process of its own.
+        minutes: Begin no run after this time; the table is then of the runs that are finished.
     """
     datasets = _tables.choose("datasets", datasets, DATASETS)
     if splits is not None:
@@ -69,19 +69,27 @@ def reproduce(
             raise ValueError(f"leave out variants with random splits, which compare all kinds, got {','.join(variants)!r}")
         options = {"settings": tuple(settings), "jobs": jobs, "minutes": minutes}
         return reproduce_splits(datasets, splits=splits, data=data, out=out, console=console, **options)
-    if jobs > 1 or minutes is not None:
-        raise ValueError("jobs and minutes are for random splits (--splits). Leave them out")
     variants = _tables.choose("variants", variants, VARIANTS)
     variants = variants if "soft" in variants else ["soft", *variants]
-    planned = [(dataset, variant, f"{dataset}-{variant}") for dataset in datasets for variant in variants]
-    names = [name for *_, name in planned]
-    cells = run_cells(names, num_seeds=num_seeds, data=data, out=out, console=console, settings=settings)
-    rows = [row for dataset in datasets for row in table_rows(dataset, {v: cells[f"{dataset}-{v}"] for v in variants})]
+    deadline = deadline_after(minutes)
+    cells = {
+        dataset: collect(
+            dataset, variants, num_seeds, GraphRuns(dataset, data, tuple(settings)), out,
+            deadline=deadline, console=console, required="soft", jobs=jobs,
+        )
+        for dataset in datasets
+    }  # fmt: skip
+    rows = [row for dataset, by_variant in cells.items() for row in table_rows(dataset, by_variant)]
     text = render(rows)
     _tables.write_csv(out / "graph.csv", rows)
     _tables.write_csv(
         out / "graph-seeds.csv",
-        [row for dataset, variant, name in planned for row in seed_rows(dataset, variant, cells[name])],
+        [
+            row
+            for dataset, found in cells.items()
+            for variant, runs in found.items()
+            for row in seed_rows(dataset, variant, runs)
+        ],
     )
     write_json(out / "graph.json", {"rows": rows, "num_seeds": num_seeds, "environment": environment()})
     write_bytes(out / "graph.md", text.encode())
@@ -89,35 +97,28 @@ def reproduce(
     return out / "graph.md"
 
 
-def run_cells(
-    names: Sequence[str],
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    settings: Sequence[str] = (),
-) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the measures of every config and seed; those in `out` are read, the rest are trained."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    done, graphs = 0, {}
-    with show_runs(console, len(names) * num_seeds) as display, one_thread():
-        for name in names:
-            found[name] = {}
-            for seed in range(num_seeds):
-                config = dataclasses.replace(load_config(name, settings), seed=seed)
-                cell = _read(out, name, config)
-                if cell is None:
-                    key = (config.dataset, config.split, config.left_out_classes)
-                    if key not in graphs:
-                        graphs = {key: load_config_graph(config, data)}
-                    display.begin(name, done)
-                    cell = run_seed(config, graphs[key], lambda at, of, done=done: display.advance(done + at / of))
-                    _tables.write_cell(_path(out, name, seed), _identity(name, config), cell)
-                found[name][seed] = cell
-                done += 1
-                display.advance(done)
-    return found
+@dataclasses.dataclass(frozen=True)
+class GraphRuns:
+    """The runs of one data set."""
+
+    dataset: str
+    data: Path | None
+    settings: tuple[str, ...] = ()
+
+    def config(self, variant: str, seed: int) -> GraphConfig:
+        """Return the config of a run."""
+        return load_config(f"{self.dataset}-{variant}", [*self.settings, f"seed={seed}"])
+
+    def identity(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return the config of a run, and how it is measured."""
+        settings = dataclasses.asdict(self.config(variant, seed))
+        return {"config": f"{self.dataset}-{variant}", "settings": settings, "num_samples": NUM_SAMPLES}
+
+    @one_thread()
+    def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
+        """Train and measure; no run folder is written, because a network trains in seconds."""
+        config = self.config(variant, seed)
+        return run_seed(config, load_config_graph(config, self.data), on_progress)
 
 
 def run_seed(
@@ -145,18 +146,6 @@ def run_seed(
         "train_cpu_seconds": round(cpu_seconds, 3),
         "methods": methods,
     }
-
-
-def _path(out: Path, name: str, seed: int) -> Path:
-    return out / "cells" / f"{name}-{seed}.json"
-
-
-def _identity(name: str, config: GraphConfig) -> dict[str, Any]:
-    return {"config": name, "settings": dataclasses.asdict(config), "num_samples": NUM_SAMPLES}
-
-
-def _read(out: Path, name: str, config: GraphConfig) -> dict[str, Any] | None:
-    return _tables.read_cell(_path(out, name, config.seed), _identity(name, config))
 
 
 def seed_rows(dataset: str, variant: str, cells: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:

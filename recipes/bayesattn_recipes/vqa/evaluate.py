@@ -18,7 +18,7 @@ from bayesattn.metrics import PredictionTable, tabulate_predictions
 from bayesattn.precision import without_autocast
 from bayesattn.prediction import predict
 from bayesattn.scalars import check_not_negative
-from bayesattn_recipes.common.prediction import drawing_methods, make_predict_run
+from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
 from bayesattn_recipes.vision.features import add_noise
 from bayesattn_recipes.vqa.accuracy import soft_targets
 from bayesattn_recipes.vqa.attend import attention_maps
@@ -123,7 +123,7 @@ def open_run(folder: Path, data: Path | None) -> VQAPredictor:
     return VQAPredictor(config, model.to(choose_device()), data)
 
 
-predict_run = one_thread()(make_predict_run(open_run))
+predict_run = one_thread()(PredictRun(open_run))
 
 
 def available_methods(config: VQAConfig) -> list[str]:

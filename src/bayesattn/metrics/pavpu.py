@@ -139,13 +139,7 @@ def pavpu_by_num_samples(
     accuracy: Shaped[Tensor, " b"],
     num_samples: Sequence[int],
     threshold: float = 0.05,
-    *,
-    test: Test = "paired",
-    space: Space = "probability",
-    task: ClassTask = "multiclass",
-    num_resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    **options: Any,
 ) -> list[PAvPU]:
     """Return PAvPU from the first M draws for every M asked for: the curve over M.
 
@@ -154,12 +148,7 @@ def pavpu_by_num_samples(
         accuracy: Acc_i of the predicted answers; the same for every M, so that only the p-values change.
         num_samples: The M to look at, each at least 2.
         threshold: Where to cut the p-values.
-        test: See `top_two_p_value`.
-        space: See `top_two_p_value`.
-        task: See `top_two_p_value`.
-        num_resamples: Bootstrap resamples of the predictions.
-        confidence: Level of the interval.
-        seed: Of the resampling.
+        **options: As for `pavpu_by_threshold`.
 
     Example:
         >>> samples = torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.65, 0.35]]])
@@ -171,20 +160,7 @@ def pavpu_by_num_samples(
         check_count("num_samples", draws, least=2)
         if draws > samples.shape[0]:
             raise ValueError(f"num_samples must be at most {samples.shape[0]}, the number of draws, got {draws}")
-    return [
-        pavpu_by_threshold(
-            samples[:draws],
-            accuracy,
-            [threshold],
-            test=test,
-            space=space,
-            task=task,
-            num_resamples=num_resamples,
-            confidence=confidence,
-            seed=seed,
-        )[0]
-        for draws in num_samples
-    ]
+    return [pavpu_by_threshold(samples[:draws], accuracy, [threshold], **options)[0] for draws in num_samples]
 
 
 def pavpu_terms(

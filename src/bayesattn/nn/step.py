@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn import noise, sensitivity
+from bayesattn.config import AttentionConfig
 from bayesattn.entropy import is_observing_entropy, note_entropy
 from bayesattn.functional.parts import kl_from_scores, masked_softmax, noisy_softmax
 from bayesattn.nn.additive import AdditiveAttention
@@ -167,8 +168,7 @@ class StepAttention(AdditiveAttention):
         with without_autocast(scores.device.type):
             log_prior = weights.log_prior(key, mask.unsqueeze(1)) if log_prior is None else log_prior
             kl = kl_from_scores(upcast(scores).unsqueeze(1), log_prior, counted_entries(mask, steps), weights.config)
-            # a mean over rows, or over the entries of rows of equal length, as a sum over steps
-            return kl if weights.config.kl_reduction == "sum" else kl * steps.sum(dim=1)
+            return summed_over_steps(kl, steps, weights.config)
 
     def record_steps(
         self,
@@ -207,6 +207,11 @@ class StepAttention(AdditiveAttention):
 def closed_keys(mask: Bool[Tensor, "b n"]) -> Float[Tensor, "b 1 n"]:
     """Return what closes missing keys when it is added to scores: 0 and −inf."""
     return torch.zeros((len(mask), 1, mask.shape[1]), device=mask.device).masked_fill(~mask.unsqueeze(1), -math.inf)
+
+
+def summed_over_steps(kl: Float[Tensor, " b"], steps: Bool[Tensor, "b t"], config: AttentionConfig) -> Float[Tensor, " b"]:
+    """Return the KL as a sum over steps where `kl_from_scores` took a mean over rows, or over entries of equal rows."""
+    return kl if config.kl_reduction == "sum" else kl * steps.sum(dim=1)
 
 
 def counted_entries(mask: Bool[Tensor, "b n"], steps: Bool[Tensor, "b t"]) -> Bool[Tensor, "b 1 t n"]:

@@ -73,13 +73,17 @@ class Call:
 
 
 class EdgeAttentionModule(BayesianModule):
-    """Mixin for PyG's attention layers.
+    """Mixin for PyG's attention layers, whose constructors it extends.
 
-    Attributes:
+    Args:
+        *args: Those of PyG's layer.
+        config: Which posterior and prior.
+        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
         prior_scope: Over which nodes the contextual prior sums to one: `graph` (all nodes that are a source, as published)
-            or `neighborhood` (the sources of each target, as the derivation requires).
-        backend: Passed to `functional.edge_attention`.
+            or `neighborhood` (the sources of each target, as the derivation, with one softmax per row, requires).
         value_dropout: Dropout of the features that are averaged, not of those that scores and prior see (GAT's third).
+        backend: Passed to `functional.edge_attention`.
+        **kwargs: Those of PyG's layer.
     """
 
     on_edges = True
@@ -101,14 +105,17 @@ class EdgeAttentionModule(BayesianModule):
     explain: Any
     decomposed_layers: int
 
-    def _init_edge_attention(
+    def __init__(
         self,
-        config: AttentionConfig | None,
-        weights: AttentionWeights | WeightsFactory | None,
-        prior_scope: PriorScope,
-        backend: EdgeBackend,
-        value_dropout: float,
+        *args: Any,
+        config: AttentionConfig | None = None,
+        weights: AttentionWeights | WeightsFactory | None = None,
+        prior_scope: PriorScope = "graph",
+        value_dropout: float = 0.0,
+        backend: EdgeBackend = "auto",
+        **kwargs: Any,
     ) -> None:
+        super().__init__(*args, **kwargs)
         check_choice("prior_scope", prior_scope, PRIOR_SCOPES)
         check_choice("backend", backend, EDGE_BACKENDS)
         check_rate("value_dropout", value_dropout)

@@ -2,13 +2,8 @@
 
     Φ_e per edge and head → W = softmax over the edges into a node of log S        (Sec. 4.1 of the paper, sparse)
 
-The key of an edge is its source node's projected features. Each constructor takes PyG's arguments and, by keyword:
-
-    config         which posterior and prior
-    prior_scope    over which nodes a contextual prior sums to one: `graph`, all nodes that are a source, as published;
-                   `neighborhood`, the sources of each target, as the derivation, with one softmax per row, requires
-    value_dropout  dropout of the features that are averaged, but not of those that scores and prior see
-    backend        passed to `functional.edge_attention`
+The key of an edge is its source node's projected features. Constructors take PyG's arguments and, by keyword, those of
+`EdgeAttentionModule`.
 """
 
 from collections.abc import Callable
@@ -19,11 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing
 
-from bayesattn.config import AttentionConfig
-from bayesattn.functional import EdgeBackend, PriorScope
 from bayesattn.integrations.pyg.attention import Call, EdgeAttentionModule, sorted_edges
 from bayesattn.integrations.pyg.features import is_sparse_on_cpu, project
-from bayesattn.nn import AttentionWeights, WeightsFactory
 from bayesattn.ops.segment import plain
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 
@@ -101,58 +93,15 @@ class _PairLayer(EdgeAttentionModule):
 class BayesianGATConv(_PairLayer, GATConv):
     """`torch_geometric.nn.GATConv` with sampled edge weights.
 
-    Args:
-        in_channels: As in PyG, like the arguments up to `config`.
-        out_channels: Features of a head.
-        heads: Number of heads.
-        concat: Concatenate the heads, or average them.
-        negative_slope: Of the LeakyReLU in Φ.
-        dropout: Of the sampled weights.
-        add_self_loops: Give every node an edge to itself.
-        edge_dim: Features of an edge.
-        fill_value: Edge features of the self loops.
-        bias: Learn an additive bias.
-        residual: Add a learned skip connection.
-        config: Which posterior and prior.
-        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: `graph` or `neighborhood`; see the top of this file, as for the next two.
-        value_dropout: Dropout of the averaged features.
-        backend: Of `functional.edge_attention`.
-        **kwargs: Of PyG's `MessagePassing`.
+    Arguments are PyG's, then those of `EdgeAttentionModule`.
 
     Example:
         >>> import torch
-        >>> layer = BayesianGATConv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> import bayesattn as ba
+        >>> layer = BayesianGATConv(5, 4, heads=2, config=ba.AttentionConfig("BAM-WC"))
         >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
         torch.Size([3, 8])
     """
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        edge_dim: int | None = None,
-        fill_value: float | Tensor | str = "mean",
-        bias: bool = True,
-        residual: bool = False,
-        *,
-        config: AttentionConfig | None = None,
-        weights: AttentionWeights | WeightsFactory | None = None,
-        prior_scope: PriorScope = "graph",
-        value_dropout: float = 0.0,
-        backend: EdgeBackend = "auto",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
-            residual, **kwargs,
-        )  # fmt: skip
-        self._init_edge_attention(config, weights, prior_scope, backend, value_dropout)
 
     def forward(self, x, edge_index, edge_attr=None, size=None, return_attention_weights=None):
         """As PyG's."""
@@ -217,60 +166,15 @@ class BayesianGATConv(_PairLayer, GATConv):
 class BayesianGATv2Conv(_PairLayer, GATv2Conv):
     """`torch_geometric.nn.GATv2Conv` with sampled edge weights.
 
-    Args:
-        in_channels: As in PyG, like the arguments up to `config`.
-        out_channels: Features of a head.
-        heads: Number of heads.
-        concat: Concatenate the heads, or average them.
-        negative_slope: Of the LeakyReLU in Φ.
-        dropout: Of the sampled weights.
-        add_self_loops: Give every node an edge to itself.
-        edge_dim: Features of an edge.
-        fill_value: Edge features of the self loops.
-        bias: Learn an additive bias.
-        share_weights: One projection for sources and targets.
-        residual: Add a learned skip connection.
-        config: Which posterior and prior.
-        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: `graph` or `neighborhood`; see the top of this file, as for the next two.
-        value_dropout: Dropout of the averaged features.
-        backend: Of `functional.edge_attention`.
-        **kwargs: Of PyG's `MessagePassing`.
+    Arguments are PyG's, then those of `EdgeAttentionModule`.
 
     Example:
         >>> import torch
-        >>> layer = BayesianGATv2Conv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> import bayesattn as ba
+        >>> layer = BayesianGATv2Conv(5, 4, heads=2, config=ba.AttentionConfig("BAM-WC"))
         >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
         torch.Size([3, 8])
     """
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        add_self_loops: bool = True,
-        edge_dim: int | None = None,
-        fill_value: float | Tensor | str = "mean",
-        bias: bool = True,
-        share_weights: bool = False,
-        residual: bool = False,
-        *,
-        config: AttentionConfig | None = None,
-        weights: AttentionWeights | WeightsFactory | None = None,
-        prior_scope: PriorScope = "graph",
-        value_dropout: float = 0.0,
-        backend: EdgeBackend = "auto",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            in_channels, out_channels, heads, concat, negative_slope, dropout, add_self_loops, edge_dim, fill_value, bias,
-            share_weights, residual, **kwargs,
-        )  # fmt: skip
-        self._init_edge_attention(config, weights, prior_scope, backend, value_dropout)
 
     def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
         """As PyG's."""

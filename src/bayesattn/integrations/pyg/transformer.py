@@ -1,65 +1,25 @@
 """PyG's `TransformerConv`, dot-product attention on edges, with sampled edge weights; `layers.py` has the additive ones."""
 
 import math
-from typing import Any
 
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, TransformerConv
 
-from bayesattn.config import AttentionConfig
-from bayesattn.functional import EdgeBackend, PriorScope
 from bayesattn.integrations.pyg.attention import EdgeAttentionModule
-from bayesattn.nn import AttentionWeights, WeightsFactory
 
 
 class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
     """`torch_geometric.nn.TransformerConv` with sampled edge weights.
 
-    Args:
-        in_channels: As in PyG, like the arguments up to `config`.
-        out_channels: Features of a head.
-        heads: Number of heads.
-        concat: Concatenate the heads, or average them.
-        beta: Gate the skip connection.
-        dropout: Of the sampled weights.
-        edge_dim: Features of an edge.
-        bias: Learn an additive bias.
-        root_weight: Add a learned skip connection.
-        config: Which posterior and prior.
-        weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: `graph` or `neighborhood`; see the top of `layers.py`, as for the next two.
-        value_dropout: Dropout of the averaged features.
-        backend: Of `functional.edge_attention`.
-        **kwargs: Of PyG's `MessagePassing`.
+    Arguments are PyG's, then those of `EdgeAttentionModule`.
 
     Example:
         >>> import torch
-        >>> layer = BayesianTransformerConv(5, 4, heads=2, config=AttentionConfig("BAM-WC"))
+        >>> import bayesattn as ba
+        >>> layer = BayesianTransformerConv(5, 4, heads=2, config=ba.AttentionConfig("BAM-WC"))
         >>> layer(torch.randn(3, 5), torch.tensor([[0, 1], [1, 2]])).shape
         torch.Size([3, 8])
     """
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        beta: bool = False,
-        dropout: float = 0.0,
-        edge_dim: int | None = None,
-        bias: bool = True,
-        root_weight: bool = True,
-        *,
-        config: AttentionConfig | None = None,
-        weights: AttentionWeights | WeightsFactory | None = None,
-        prior_scope: PriorScope = "graph",
-        value_dropout: float = 0.0,
-        backend: EdgeBackend = "auto",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs)
-        self._init_edge_attention(config, weights, prior_scope, backend, value_dropout)
 
     def forward(self, x, edge_index, edge_attr=None, return_attention_weights=None):
         """As PyG's."""

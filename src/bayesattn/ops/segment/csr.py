@@ -25,15 +25,15 @@ def _matrix(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int,
     return torch.sparse_csr_tensor(pointers, columns, values, shape, check_invariants=False)
 
 
-def _spend_beta_warning() -> None:
-    """Torch warns once per process that CSR tensors are in beta and unchecked, which users cannot change."""
+def _silence_beta_warning() -> None:
+    """Make a first CSR tensor without a warning: torch warns once per process that they are in beta and unchecked."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support")
         warnings.filterwarnings("ignore", "Sparse invariant checks")
         _matrix(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), (1, 1))
 
 
-_spend_beta_warning()
+_silence_beta_warning()
 
 Side = Literal["source", "target"]
 
