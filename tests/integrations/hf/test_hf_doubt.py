@@ -1,4 +1,4 @@
-"""Doubt of every architecture of the support matrix: the model's own numbers, and the deviation that tiny noise gives them."""
+"""Doubt of every architecture of the support matrix: the model's own numbers, and the deviation of tiny noise."""
 
 import math
 
