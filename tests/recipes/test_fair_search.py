@@ -18,8 +18,10 @@ from bayesattn_recipes.common.search import (
     final_keys,
     search_keys,
 )
+from bayesattn_recipes.digits import data
 from bayesattn_recipes.digits import reproduce as digits
 from bayesattn_recipes.graph import splits as graph
+from bayesattn_recipes.vision.shapes import COLORS, make_shapes_world
 
 KINDS = {
     "soft": Kind("soft", "mean", (("rate=1",), ("rate=2",))),
@@ -106,3 +108,29 @@ def test_table_pairs_seeds_and_shows_equal_effort():
     ]  # fmt: skip
     lines = comparison_table(rows).splitlines()
     assert lines[3].startswith("| d | ensemble | 3 | 2 | rate=1 | 62.00 ± 24.84 | 2.00 ± 0.00 | < 0.0001 |")
+
+
+def test_shapes_are_a_second_data_set_of_the_digits_study():
+    splits = data.load_splits(60, "shapes")
+    assert splits["train"].images.shape == (60, 16, 16, 3)
+    # every class occurs, and no picture of one split is in another
+    assert all(len(split.labels.unique()) == 4 for split in splits.values())
+    rows = [tuple(image.flatten().tolist()) for split in splits.values() for image in split.images]
+    assert len(set(rows)) == 60 + data.VALIDATION_SIZE + data.TEST_SIZE
+    tiny = ("dataset=shapes", "training.epochs=1", "train_size=60", "width=8", "num_heads=2")
+    cell = digits.run_cell(Key("wc", tiny, (0,)))
+    assert set(digits.CONDITIONS) <= cell["attention"].keys()
+
+
+def test_leftmost_shape_names_the_class():
+    world = make_shapes_world(40, data.SPLIT_SEED)
+    labels = data.load_splits(40, "shapes")["train"].labels
+    for scene, label in zip(world.scenes, labels.tolist()):
+        first = min(shape.column for shape in scene)
+        assert COLORS[label] in {shape.color for shape in scene if shape.column == first}
+
+
+def test_members_of_a_graph_ensemble_share_a_split_and_differ_in_their_seeds():
+    single, ensemble = Key("cora-soft-tuned", (), (7,)), Key("cora-soft-tuned", (), (21, 22, 23))
+    assert graph._config(single).split == graph._config(ensemble).split == 7
+    assert graph._identity(ensemble)["seeds"] == [21, 22, 23]

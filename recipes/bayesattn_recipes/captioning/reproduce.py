@@ -18,6 +18,7 @@ from bayesattn.evaluation.runs import read_run, write_bytes
 from bayesattn_recipes.captioning.data import CaptionData, DatasetName, load_data
 from bayesattn_recipes.captioning.scoring import MEASURES, score, tools
 from bayesattn_recipes.captioning.train import (
+    CONFIGS,
     CaptioningConfig,
     caption_split,
     load_config,
@@ -49,6 +50,9 @@ VARIANTS = {
     "lc": "BAM-LC",
     "wf": "BAM-WF",
     "wc": "BAM-WC",
+    "sampled-kl": "BAM-WC, KL at a draw",
+    "gaussian-weights": "Gaussian weights",
+    "uniform": "uniform",
 }
 BASELINE = "soft"
 # Table 3 of the paper, COCO, greedy search, in the order of MEASURES
@@ -78,7 +82,7 @@ def reproduce(
 
     Args:
         names: Data sets; None takes those available.
-        variants: Keys of `VARIANTS`; None takes all.
+        variants: Keys of `VARIANTS`; None takes all that a data set has.
         num_seeds: Runs per variant.
         data: The folder of the data sets.
         out: Folder for the runs and the tables; finished runs in it are not repeated.
@@ -87,9 +91,10 @@ def reproduce(
         settings: `name=value` on top of every config.
     """
     known: tuple[DatasetName, ...] = get_args(DatasetName)
-    chosen = choose("variants", variants, list(VARIANTS))
     deadline, pages, rows = deadline_after(minutes), [], []
     for dataset in choose("datasets", names, known, at_hand(known, data)):
+        available = [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()]
+        chosen = choose("variants", variants, available)
         found = load_data(dataset, None if dataset == "shapes" else data)
         work = CaptioningRuns({variant: load_config(f"{dataset}-{variant}", settings) for variant in chosen}, found)
         cells = collect(dataset, chosen, num_seeds, work, out, deadline=deadline, console=console)

@@ -212,6 +212,26 @@ def cross_fitted_nll(samples: Float[Tensor, "s n c"], labels: Int[Tensor, " n"])
     return total / len(labels)
 
 
+def measure_scaled(
+    samples: Mapping[str, Float[Tensor, "s n c"]], labels: Mapping[str, Int[Tensor, " n"]], condition: str
+) -> dict[str, float]:
+    """Return the measures of a condition, as they are and after a temperature.
+
+    Args:
+        samples: Class probabilities by condition, draws first; those of `validation` decide the temperature.
+        labels: Of the same conditions.
+        condition: Which of them is measured.
+    """
+    temperature = metrics.fit_temperature(mean_logits(samples["validation"].double()), labels["validation"])
+    scaled = metrics.apply_temperature(mean_logits(samples[condition].double()), temperature)
+    # of the mean alone: tests of the draws take longer than the training
+    mean = samples[condition].mean(dim=0, keepdim=True)
+    plain = metrics.evaluate_predictions(mean, labels[condition], num_resamples=0)
+    after = metrics.evaluate_predictions(scaled.unsqueeze(0), labels[condition], num_resamples=0)
+    values = {name: plain[name].value for name in ("accuracy", "nll", "aurc")}
+    return values | {f"scaled_{name}": after[name].value for name in ("nll", "ece")}
+
+
 def comparison_table(rows: Sequence[Mapping[str, Any]], *, baseline: str = "soft") -> str:
     """Return a Markdown table: means over seeds, and paired differences to the baseline.
 

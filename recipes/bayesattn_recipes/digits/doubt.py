@@ -52,7 +52,7 @@ def rank(folder: Path, num_samples: int) -> Ranked:
     model = build_model(dataclasses.replace(config, attention=dataclasses.replace(config.attention, variant="BAM-NOKL")))
     model.load_state_dict(trained.state_dict())
     model.eval()
-    test = load_splits(config.train_size)["test"]
+    test = load_splits(config.train_size, config.dataset)["test"]
     assert test.labels is not None
     found: Uncertainty = ba.uncertainty(model, test.images)
     draws = ba.uncertainty(model, test.images, method="draws", num_samples=num_samples)

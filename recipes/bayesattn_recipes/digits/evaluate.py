@@ -14,8 +14,8 @@ from bayesattn.kl import record_kl
 from bayesattn.prediction import predict, sampling
 from bayesattn_recipes.common.doubt import most_doubtful, with_noise
 from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
-from bayesattn_recipes.digits.data import CLASS_NAMES, Split, evaluation_splits
-from bayesattn_recipes.digits.model import PATCH, DigitClassifier
+from bayesattn_recipes.digits.data import GRID, LOOKS, Split, evaluation_splits
+from bayesattn_recipes.digits.model import DigitClassifier
 from bayesattn_recipes.digits.train import DigitsConfig, load_run
 
 # draws per forward pass: larger is slower, because the activations leave the cache
@@ -41,7 +41,7 @@ class DigitsPredictor:
 
     def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, Split]:
         """Return the evaluation splits."""
-        return evaluation_splits(self.config.train_size, noise)
+        return evaluation_splits(self.config.train_size, noise, self.config.dataset)
 
     def predict(self, name: str, condition: Split, methods: Sequence[str], num_samples: int, seed: int) -> SplitPredictions:
         """Predict a split; of the test images the attention is kept."""
@@ -54,7 +54,7 @@ class DigitsPredictor:
 
     def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
         """Add the names of the classes and the grid of the patches."""
-        return Predictions(splits, CLASS_NAMES, methods, seed, key_grid=(8 // PATCH, 8 // PATCH))
+        return Predictions(splits, list(LOOKS[self.config.dataset].class_names), methods, seed, key_grid=(GRID, GRID))
 
 
 # no data folder is needed: the images come with scikit-learn
@@ -67,7 +67,7 @@ def available_methods(config: DigitsConfig) -> list[str]:
     return drawing_methods(is_stochastic=config.attention.is_stochastic, drops=drops)
 
 
-def doubtful_examples(model: DigitClassifier, images: Float[Tensor, "n 8 8"]) -> DoubtfulExamples:
+def doubtful_examples(model: DigitClassifier, images: Float[Tensor, "n side side *channels"]) -> DoubtfulExamples:
     """Return the images about which the model has most doubt in closed form."""
     with with_noise(model):
         found = most_doubtful(lambda places: uncertainty(model, images[list(places)]), [range(len(images))])
@@ -76,7 +76,7 @@ def doubtful_examples(model: DigitClassifier, images: Float[Tensor, "n 8 8"]) ->
 
 @torch.no_grad()
 def draw(
-    model: DigitClassifier, images: Float[Tensor, "n 8 8"], method: str, num_samples: int, seed: int
+    model: DigitClassifier, images: Float[Tensor, "n side side *channels"], method: str, num_samples: int, seed: int
 ) -> Float[Tensor, "s n c"]:
     """Return class probabilities, draws first; one "draw" for method `mean`."""
     if method == "mean":

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.nn import MultiheadAttention, TransformerEncoderLayer
 from bayesattn_recipes.baselines import attention_options
+from bayesattn_recipes.digits.data import GRID
 
-PATCH = 2
-NUM_PATCHES = (8 // PATCH) ** 2
+NUM_PATCHES = GRID**2
 
 
 class DigitClassifier(nn.Module):
-    """Read an 8 × 8 image as 16 patches of 2 × 2 pixels behind a readout token, and classify from that token.
+    """Read an image as 16 patches behind a readout token, and classify from that token.
 
     Args:
         attention: Soft or Bayesian attention, for every layer.
@@ -22,6 +22,8 @@ class DigitClassifier(nn.Module):
         num_layers: Encoder layers.
         dropout: Everywhere the stock encoder layer has it, attention weights included.
         num_classes: Classes.
+        patch: Pixels along a side of a patch.
+        channels: Numbers per pixel.
     """
 
     def __init__(
@@ -33,9 +35,12 @@ class DigitClassifier(nn.Module):
         num_layers: int = 2,
         dropout: float = 0.1,
         num_classes: int = 10,
+        patch: int = 2,
+        channels: int = 1,
     ) -> None:
         super().__init__()
-        self.embed = nn.Linear(PATCH * PATCH, width)
+        self.patch = patch
+        self.embed = nn.Linear(channels * patch * patch, width)
         self.readout = nn.Parameter(torch.zeros(width))
         self.position = nn.Parameter(0.1 * torch.randn(1 + NUM_PATCHES, width))
         self.layers = nn.ModuleList(
@@ -47,9 +52,9 @@ class DigitClassifier(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
 
-    def forward(self, images: Float[Tensor, "b 8 8"]) -> Float[Tensor, "b c"]:
+    def forward(self, images: Float[Tensor, "b side side *channels"]) -> Float[Tensor, "b c"]:
         """Return class logits."""
-        patches = images.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
+        patches = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch).flatten(3).flatten(1, 2)
         tokens = torch.cat([self.readout.expand(len(images), 1, -1), self.embed(patches)], dim=1) + self.position
         for layer in self.layers:
             tokens = layer(tokens)

@@ -1,4 +1,4 @@
-"""A small encoder trained on little data: soft attention, its rivals and a control, each with the same search effort.
+"""A small encoder trained on few images: soft attention, its rivals and a control, each with the same search effort.
 
 Every kind gets sixteen settings. They are scored on the validation images by two seeds that are not reported, by NLL after
 a temperature. The best one is trained with seeds 0, 1, …, and measured on the test images and their shifts.
@@ -6,18 +6,14 @@ a temperature. The best one is trained with seeds 0, 1, …, and measured on the
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from jaxtyping import Float, Int
 from rich.console import Console
-from torch import Tensor
 
-from bayesattn import metrics
-from bayesattn.evaluation.measure import mean_logits
 from bayesattn.evaluation.runs import RunError, write_bytes
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.common.reproduce import deadline_after
@@ -28,10 +24,11 @@ from bayesattn_recipes.common.search import (
     comparison_table,
     cross_fitted_nll,
     final_keys,
+    measure_scaled,
     search_keys,
 )
-from bayesattn_recipes.common.tables import print_tables, write_csv
-from bayesattn_recipes.digits.data import SHIFTS, evaluation_splits
+from bayesattn_recipes.common.tables import choose, print_tables, write_csv
+from bayesattn_recipes.digits.data import SHIFTS, DatasetName, evaluation_splits
 from bayesattn_recipes.digits.evaluate import draw
 from bayesattn_recipes.digits.train import DigitsConfig, fit, load_config
 
@@ -55,7 +52,7 @@ KINDS = {
     "BAM-WC": Kind("wc", "attention", tuple(itertools.product(_SHAPES, _BETAS, _HIDDEN[1:3]))),
     "uniform": Kind("soft", "mean", _UNIFORM_GRID, ("attention.variant=uniform",)),
 }
-DATASET = "digits"
+DATASETS = get_args(DatasetName)
 SEARCH_SEEDS = (1001, 1002)
 NUM_SAMPLES = 20
 NOISE = 1.0
@@ -84,10 +81,10 @@ def reproduce(
     """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
 
     Args:
-        names: None: there is one data set.
+        names: Of `DATASETS`; None for the digits. Files are named after the data set.
         variants: None: all kinds are compared.
         num_seeds: Runs per kind, with seeds 0, 1, …
-        data: Not used: the images come with scikit-learn.
+        data: Not used: the images come with scikit-learn, or are generated.
         out: Folder of the cells and the table.
         console: Where to print.
         settings: `name=value` on top of every config.
@@ -97,16 +94,25 @@ def reproduce(
     Raises:
         RunError: There was no time for all runs of the search.
     """
-    if names is not None or variants is not None:
-        raise ValueError("leave out --datasets and --variants: digits has one data set and always compares all kinds")
-    shared = tuple(settings)
-    study = Study(run_cell, _identity, (), out, jobs, deadline_after(minutes), console)
-    search = study.search(search_keys(KINDS, [DATASET], SEARCH_SEEDS, prefix=False, shared=shared))
-    write_csv(out / "digits-search.csv", search)
-    keys = final_keys(KINDS, search, [DATASET], range(num_seeds), prefix=False, shared=shared)
+    if variants is not None:
+        raise ValueError("leave out --variants: digits always compares all kinds")
+    deadline = deadline_after(minutes)
+    for dataset in choose("datasets", names, DATASETS, DATASETS[:1]):
+        study = Study(run_cell, _identity, (), out, jobs, deadline, console)
+        table = _compare(dataset, study, num_seeds, tuple(settings))
+    return table
+
+
+def _compare(dataset: str, study: Study, num_seeds: int, settings: tuple[str, ...]) -> Path:
+    """Run the search, the chosen settings and the changes around them, and write the files of one data set."""
+    # the default is left out: the names of its cells stay as they were
+    shared, out = (*(() if dataset == DATASETS[0] else (f"dataset={dataset}",)), *settings), study.out
+    search = study.search(search_keys(KINDS, [dataset], SEARCH_SEEDS, prefix=False, shared=shared))
+    write_csv(out / f"{dataset}-search.csv", search)
+    keys = final_keys(KINDS, search, [dataset], range(num_seeds), prefix=False, shared=shared)
     found = study.cells(key for key, _ in keys.values())
     rows = [
-        {"dataset": DATASET, "kind": kind, "seed": seed, "setting": setting, "settings_tried": len(KINDS[kind].grid),
+        {"dataset": dataset, "kind": kind, "seed": seed, "setting": setting, "settings_tried": len(KINDS[kind].grid),
          "condition": condition, **{name: round(found[key][method][condition][name], 6) for name in MEASURES}}
         for (_, kind, setting, seed), (key, method) in keys.items()
         if key in found
@@ -114,7 +120,7 @@ def reproduce(
     ]  # fmt: skip
     if not rows:
         raise RunError("no run has finished. Run the same command with more minutes to continue")
-    write_csv(out / "digits.csv", rows)
+    write_csv(out / f"{dataset}.csv", rows)
     chosen = next(key for (_, kind, _, _), (key, _) in keys.items() if kind == "BAM-WC")
     changed = {
         (change, seed): Key(chosen.config, (*chosen.settings, change), (seed,))
@@ -127,11 +133,11 @@ def reproduce(
         if key in found
     ]
     if around:
-        write_csv(out / "digits-sensitivity.csv", around)
+        write_csv(out / f"{dataset}-sensitivity.csv", around)
     text = comparison_table([row for row in rows if row["condition"] == "test"])
-    write_bytes(out / "digits.md", text.encode())
-    print_tables(console, text)
-    return out / "digits.md"
+    write_bytes(out / f"{dataset}.md", text.encode())
+    print_tables(study.console, text)
+    return out / f"{dataset}.md"
 
 
 def _identity(key: Key) -> dict[str, Any]:
@@ -150,7 +156,7 @@ def run_cell(key: Key) -> dict[str, dict[str, Any]]:
     models = [fit(dataclasses.replace(config, seed=seed))[0].cpu() for seed in key.seeds]
     splits = {
         name: split
-        for name, split in evaluation_splits(config.train_size, (NOISE,)).items()
+        for name, split in evaluation_splits(config.train_size, (NOISE,), config.dataset).items()
         if name in ("validation", *CONDITIONS)
     }
     labels = {name: split.labels for name, split in splits.items() if split.labels is not None}
@@ -161,20 +167,6 @@ def run_cell(key: Key) -> dict[str, dict[str, Any]]:
             name: torch.cat([draw(model, split.images, method, NUM_SAMPLES, seed=0) for model in models])
             for name, split in splits.items()
         }
-        cell[method] = {condition: _measure(samples, labels, condition) for condition in CONDITIONS}
+        cell[method] = {condition: measure_scaled(samples, labels, condition) for condition in CONDITIONS}
         cell[method]["validation_nll"] = cross_fitted_nll(samples["validation"], labels["validation"])
     return cell
-
-
-def _measure(
-    samples: Mapping[str, Float[Tensor, "s n c"]], labels: Mapping[str, Int[Tensor, " n"]], condition: str
-) -> dict[str, float]:
-    """Return the measures of a condition, as they are and after the temperature of the validation images."""
-    temperature = metrics.fit_temperature(mean_logits(samples["validation"].double()), labels["validation"])
-    scaled = metrics.apply_temperature(mean_logits(samples[condition].double()), temperature)
-    # of the mean alone: tests of the draws take longer than the training
-    mean = samples[condition].mean(dim=0, keepdim=True)
-    plain = metrics.evaluate_predictions(mean, labels[condition], num_resamples=0)
-    after = metrics.evaluate_predictions(scaled.unsqueeze(0), labels[condition], num_resamples=0)
-    values = {name: plain[name].value for name in ("accuracy", "nll", "aurc")}
-    return values | {f"scaled_{name}": after[name].value for name in ("nll", "ece")}

@@ -24,7 +24,7 @@ from bayesattn_recipes.common.config import (
     read_config,
 )
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
-from bayesattn_recipes.digits.data import CLASS_NAMES, load_splits
+from bayesattn_recipes.digits.data import LOOKS, DatasetName, load_splits
 from bayesattn_recipes.digits.model import DigitClassifier
 
 RECIPE = "digits"
@@ -36,6 +36,7 @@ class DigitsConfig:
     """Everything that decides a run; with the same values it repeats exactly on the same machine.
 
     Args:
+        dataset: `digits`, or generated `shapes`.
         attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: Epochs, batch size, KL schedule.
         seed: Initialization, batch order, dropout and attention noise.
@@ -48,6 +49,7 @@ class DigitsConfig:
         weight_decay: AdamW's.
     """
 
+    dataset: DatasetName = "digits"
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=100, batch_size=50))
     seed: Seed = 0
@@ -70,13 +72,16 @@ def load_config(name: str, settings: Sequence[str] = ()) -> DigitsConfig:
 
 def build_model(config: DigitsConfig) -> DigitClassifier:
     """Build the classifier a config describes, with fresh parameters."""
+    look = LOOKS[config.dataset]
     return DigitClassifier(
         config.attention,
         width=config.width,
         num_heads=config.num_heads,
         num_layers=config.num_layers,
         dropout=config.dropout,
-        num_classes=len(CLASS_NAMES),
+        num_classes=len(look.class_names),
+        patch=look.patch,
+        channels=look.channels,
     )
 
 
@@ -86,7 +91,7 @@ class DigitsExperiment(Experiment):
     model: DigitClassifier
 
     def __init__(self, config: DigitsConfig) -> None:
-        splits = load_splits(config.train_size)
+        splits = load_splits(config.train_size, config.dataset)
         self.train, self.validation = splits["train"], splits["validation"]
         self.num_examples = config.train_size
         self.model = build_model(config)

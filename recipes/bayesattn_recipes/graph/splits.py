@@ -40,6 +40,7 @@ _NOISE_GRID = tuple(itertools.product(_SHAPES, _DROPOUTS[1:3]))
 KINDS = {
     "soft": Kind("soft-tuned", "mean", _SOFT_GRID),
     "MC dropout": Kind("soft-tuned", "dropout", _SOFT_GRID),
+    "ensemble of 3": Kind("soft-tuned", "mean", _SOFT_GRID, members=3),
     "BAM-NOKL": Kind("nokl-tuned", "mean", _NOISE_GRID),
     "BAM-WC": Kind("wc-tuned", "mean", _NOISE_GRID),
     "uniform": Kind("soft-tuned", "mean", _SOFT_GRID, ("attention.variant=uniform",)),
@@ -100,12 +101,13 @@ def reproduce_splits(
 
 
 def _identity(key: Key) -> dict[str, Any]:
-    return {"settings": dataclasses.asdict(_config(key)), "num_samples": NUM_SAMPLES}
+    return {"settings": dataclasses.asdict(_config(key)), "seeds": list(key.seeds), "num_samples": NUM_SAMPLES}
 
 
 @lru_cache(maxsize=4096)
 def _config(key: Key) -> GraphConfig:
-    return load_config(key.config, [*key.settings, f"split={key.seeds[0]}", f"seed={key.seeds[0]}"])
+    # the members of an ensemble have seeds of their own, and the split of the single networks that they are compared with
+    return load_config(key.config, [*key.settings, f"split={key.seeds[0] // len(key.seeds)}", f"seed={key.seeds[0]}"])
 
 
 @lru_cache(maxsize=3)
@@ -115,18 +117,18 @@ def _public_graph(dataset: str, data: Path | None) -> Graph:
 
 @one_thread()
 def run_cell(key: Key, data: Path | None) -> dict[str, dict[str, float]]:
-    """Train one network, and return the measures of its mean and of its draws."""
+    """Train the networks of a cell, and return the measures of their mean and of their draws."""
     config = _config(key)
     assert config.split is not None
     graph = random_split(_public_graph(config.dataset, data), config.split)
-    model, _ = fit(config, graph)
+    models = [fit(dataclasses.replace(config, seed=seed), graph)[0] for seed in key.seeds]
     parts = [graph.splits["validation"], graph.splits["test"]]
     labels, sizes = [graph.labels[nodes] for nodes in parts], [len(nodes) for nodes in parts]
-    inputs = neighborhood(graph, torch.cat(parts)).to(next(model.parameters()).device)
+    inputs = neighborhood(graph, torch.cat(parts)).to(next(models[0].parameters()).device)
     cell = {}
     for method in ("mean", "attention" if config.attention.is_stochastic else "dropout"):
-        logits = draw(model, inputs, method, NUM_SAMPLES, seed=0)[:, : sum(sizes)].cpu()
-        validation, test = logits.split(sizes, dim=1)
+        drawn = [draw(model, inputs, method, NUM_SAMPLES, seed=0)[:, : sum(sizes)].cpu() for model in models]
+        validation, test = torch.cat(drawn).split(sizes, dim=1)
         cell[method] = measure_draws(validation, labels[0], test, labels[1])
         cell[method]["validation_nll"] = cross_fitted_nll(torch.softmax(validation, dim=-1), labels[0])
     return cell

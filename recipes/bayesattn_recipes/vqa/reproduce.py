@@ -34,7 +34,7 @@ from bayesattn_recipes.vqa.tables import LEVELS, draw_curve, render
 from bayesattn_recipes.vqa.train import VQAConfig, load_config, load_run, train_run
 
 DATASETS = ("shapes", "daquar", "vqa2")
-VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc")
+VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc", "uniform")
 NUM_SAMPLES = 20
 
 
