@@ -21,6 +21,7 @@ from bayesattn_recipes.common.search import (
 from bayesattn_recipes.digits import data
 from bayesattn_recipes.digits import reproduce as digits
 from bayesattn_recipes.graph import splits as graph
+from bayesattn_recipes.language import tuned
 from bayesattn_recipes.vision.shapes import COLORS, make_shapes_world
 
 KINDS = {
@@ -134,3 +135,14 @@ def test_members_of_a_graph_ensemble_share_a_split_and_differ_in_their_seeds():
     single, ensemble = Key("cora-soft-tuned", (), (7,)), Key("cora-soft-tuned", (), (21, 22, 23))
     assert graph._config(single).split == graph._config(ensemble).split == 7
     assert graph._identity(ensemble)["seeds"] == [21, 22, 23]
+
+
+@pytest.mark.parametrize("task", tuned.TASKS)
+def test_language_study_gives_every_kind_eight_settings_and_the_papers_own_k(task):
+    kinds = tuned.kinds(task)
+    assert {len(set(kind.grid)) for kind in kinds.values()} == {8}
+    for kind in kinds.values():
+        for setting in kind.grid:
+            tuned._config(Key(kind.config, (*kind.fixed, *setting), (0,)))
+    shapes = {float(setting[0].partition("=")[2]) for setting in kinds["BAM-WC"].grid}
+    assert {1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, float(tuned.PAPER_K[task])} == shapes
