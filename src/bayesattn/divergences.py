@@ -46,7 +46,7 @@ def kl_weibull_gamma(
 
 
 def log_alpha_shift(has_prior: bool, alpha_form: str | None, *, gamma_alpha: float, gamma_beta: float) -> float:
-    """Return what ln α of the Gamma prior is beyond ln Ψ: ln β where α = βΨ, 0 where α = Ψ, and all of it without a Ψ.
+    """Return ln α − ln Ψ of the Gamma prior: ln β where α = βΨ, 0 where α = Ψ; without a Ψ it is ln α itself.
 
     Example:
         >>> log_alpha_shift(True, "psi", gamma_alpha=2.0, gamma_beta=4.0)

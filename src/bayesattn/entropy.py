@@ -15,7 +15,7 @@ _local = threading.local()
 
 @dataclass
 class EntropyScope:
-    """Sum over examples of the normalized entropy of their attention, and how many they are.
+    """Sum over examples of the normalized entropy of their attention, and the number of examples.
 
     Example:
         >>> import bayesattn as ba
@@ -86,7 +86,7 @@ def note_row_entropy(entropy: Tensor, keys: Tensor) -> None:
     """Add one call to the open `observe_entropy()` scope.
 
     Args:
-        entropy: Of the mean weights of every query, `b h m`.
+        entropy: Entropy of the mean weights of every query, `b h m`.
         keys: How many keys each query may attend to, `b h m`.
 
     Example:

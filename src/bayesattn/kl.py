@@ -9,7 +9,7 @@ altogether. A scope also notes Bayesian modules that have no KL (`soft`, `BAM-NO
 which no Bayesian module ran is an error.
 
 Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant checkpointing is the exception: it runs
-the forward without a graph and again, with one, during the backward pass, when the scope is long closed. For such
+the forward without a graph and again, with one, during the backward pass, when the scope has long been closed. For such
 entries `total()` returns a value whose backward notes the gradient it receives (that is, the KL weight), and the
 recomputed call attaches its KL to its output with an identity that adds this gradient (`_Carry`). If the
 recomputation never comes, the KL would silently count for nothing: that raises.
@@ -226,7 +226,7 @@ def _active_scope() -> KLScope | None:
 
 
 def in_backward() -> bool:
-    """Whether this is a call during a backward pass, as of a module that checkpointing runs again.
+    """Whether this call is part of a backward pass, as when checkpointing runs a module again.
 
     Example:
         >>> in_backward()

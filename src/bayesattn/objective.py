@@ -61,9 +61,8 @@ def elbo(
 
     The KL grows with depth and length: over a pretrained encoder it is thousands of times the NLL, and λ = 1 leaves a model
     that predicts the majority class. So λ is `kl_weight` or less, such that the weighted KL is at most `max_share` of |NLL|.
-    The
-    default was chosen with e5-small on SST-2, MRPC and RTE, three seeds (docs/concepts/kl.md). The cap is a number, not
-    part of the graph, and is computed on the device. Each call has its own: with accumulation or DDP, each micro-batch.
+    The default was chosen with e5-small on SST-2, MRPC and RTE, three seeds (docs/concepts/kl.md). The cap is a number,
+    not part of the graph, and is computed on the device. Each call has its own: with accumulation or DDP, each micro-batch.
     Where the NLL is 0, so is λ.
 
     Args:

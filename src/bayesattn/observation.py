@@ -29,7 +29,7 @@ class LayerAttention:
     """Statistics of one layer, each the mean over the queries that count; NaN for an example without any.
 
     Attributes:
-        entropy: Of the weights, in nats: 0 is one key, ln n is uniform over n keys.
+        entropy: Entropy of the weights, in nats: 0 is one key, ln n is uniform over n keys.
         largest: The largest weight.
         share: Weight on the given positions; None without any.
     """
@@ -81,7 +81,7 @@ def observe(
 ) -> Iterator[ObservedAttention]:
     """Observe the attention of every forward pass inside the scope. The model's outputs do not change.
 
-    A model without Bayesian attention is converted to soft attention for the time of the scope.
+    A model without Bayesian attention is converted to soft attention while the scope is open.
 
     Args:
         model: Any model that `bayesianize` can convert, or one that is Bayesian already.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class needs_extra:
-    """Scope of imports that need an extra of the package; the error for a missing module says what to install.
+    """Scope for imports that need an extra of the package; the error for a missing module says what to install.
 
         with needs_extra("bayesattn.integrations.hf", "hf"):
             from transformers import Trainer
@@ -44,13 +44,13 @@ class MissingExtra(ModuleNotFoundError):
 def lazy_names(
     package: str, names: Sequence[str], modules: Mapping[str, str], extra: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package some of whose names are imported when they are first looked up.
+    """Return `__getattr__` and `__dir__` for a package that imports some of its names on first use.
 
     Args:
         package: Its `__name__`.
         names: Its `__all__`.
-        modules: Where each of the late names is; a name that is itself the last part of its module is that module.
-        extra: The extra that the late names need.
+        modules: The module that defines each of these names; a name equal to the last part of its module is that module.
+        extra: The extra that these names need.
     """
 
     def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """From half precision to float32 and back: no autocast inside, casts that saturate where float16 would overflow.
 
-Scores of ±1e4 are within float16, the gradients that a KL has there often are not: a row may add e¹⁰ ≈ 22,026 to a score's
+Scores of ±1e4 fit into float16, but gradients of a KL there often do not: a row may add e¹⁰ ≈ 22,026 to a score's
 gradient (`attention/kl.py`), times a query or key of 100, summed over keys. The nearest float16 is then ±65504, not
 infinity, which would turn into NaN one step further back. bfloat16 has float32's range and needs nothing.
 """
@@ -23,8 +23,7 @@ def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     """Cast query, key and value of different types to autocast's type, as torch's attention does.
 
     Rotary embeddings leave queries and keys in float32 where a linear layer has made the values bfloat16. Tensors of one
-    type
-    stay as they are, and without autocast the caller refuses different types.
+    type stay as they are, and without autocast the caller refuses different types.
     """
     given = (query, key, value)
     types = {getattr(x, "dtype", None) for x in given}

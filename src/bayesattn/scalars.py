@@ -4,7 +4,7 @@ import math
 from numbers import Integral, Real
 
 
-# a bare tuple: for `tuple[str, ...]` the tests' type checker draws an entry from Python's generator, in a hot place
+# a bare tuple: for `tuple[str, ...]` the tests' type checker would draw a random entry from Python's generator per call
 def check_choice(name: str, value: object, choices: tuple) -> None:
     """Raise unless the value is one of a few."""
     if value not in choices:

@@ -116,7 +116,7 @@ class RivalAttention(nn.Module):
             key: Read by a contextual prior.
             value: What is averaged; key heads are shared by groups of score heads.
             mask: True where a query may attend, broadcastable to the scores.
-            dropout_p: Of the weights.
+            dropout_p: Dropout rate of the weights.
         """
         with without_autocast(scores.device.type):
             scores = upcast(scores)
@@ -151,7 +151,7 @@ class RivalAttention(nn.Module):
             value: Features of the sources.
             edges: The graph.
             ops: `ops.segment.plain`, or `csr`.
-            dropout_p: Of the weights.
+            dropout_p: Dropout rate of the weights.
             generator: Where noise comes from; None is torch's own.
         """
         with without_autocast(scores.device.type):

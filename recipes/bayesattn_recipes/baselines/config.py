@@ -31,7 +31,7 @@ class AttentionChoice(AttentionConfig):
         baseline: What `hard-reinforce` subtracts from the loss of a draw: nothing, the moving average of earlier losses, or
             the loss of a second pass with soft attention.
         entropy_bonus: Weight of the entropy of the choice (`hard-reinforce`), subtracted from the loss.
-        temperature: Of the Gumbel-softmax; towards 0 it becomes a choice of one key.
+        temperature: Temperature of the Gumbel-softmax; towards 0 it becomes a choice of one key.
         straight_through: Whether `hard-gumbel` passes on the chosen key alone and the relaxed weights' gradient.
         context_prior: What the Gaussian context is pulled towards: the mean of the `keys`, or `zero`.
         gaussian_sigma: Deviation of the weights at the start (`gaussian-weights`).

@@ -12,7 +12,7 @@ class DropoutWeights(RivalWeights):
     """softmax(Φ) with dropout in training and inside `sampling(model, dropout=True)`, with all other dropout.
 
     Args:
-        config: Of variant `mc-dropout`; its `attention_dropout` is used.
+        config: One of variant `mc-dropout`; its `attention_dropout` is used.
     """
 
     def __init__(self, config: AttentionChoice) -> None:

@@ -28,7 +28,7 @@ class GaussianContext(RivalModule):
     """Draw the context around its soft value, with a deviation that depends on it: ln σ = A tanh(B c).
 
     Args:
-        config: Of variant `gaussian-context`; its `context_prior` is used.
+        config: One of variant `gaussian-context`; its `context_prior` is used.
         value_dim: Features of the context.
     """
 
@@ -110,7 +110,7 @@ class GaussianWeights(RivalWeights):
     its gradient exists. Eval mode: Φ / ΣΦ.
 
     Args:
-        config: Of variant `gaussian-weights`; `gaussian_sigma` is where σ starts.
+        config: One of variant `gaussian-weights`; `gaussian_sigma` is where σ starts.
     """
 
     def __init__(self, config: AttentionChoice) -> None:

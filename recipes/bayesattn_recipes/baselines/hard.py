@@ -14,7 +14,7 @@ class HardWeights(ChoosingWeights):
     """Choose one key, z ~ Categorical(softmax Φ); train inside `with_score_function`. Eval mode: softmax(Φ).
 
     Args:
-        config: Of variant `hard-reinforce`; its `baseline` and `entropy_bonus` are used.
+        config: One of variant `hard-reinforce`; its `baseline` and `entropy_bonus` are used.
     """
 
     def __init__(self, config: AttentionChoice) -> None:
@@ -47,7 +47,7 @@ class GumbelWeights(RivalWeights):
     """Relax the choice: W = softmax((Φ + G) / τ) with Gumbel noise G (Jang et al., 2017). Eval mode: softmax(Φ).
 
     Args:
-        config: Of variant `hard-gumbel`; its `temperature` τ and `straight_through` are used.
+        config: One of variant `hard-gumbel`; its `temperature` τ and `straight_through` are used.
     """
 
     def __init__(self, config: AttentionChoice) -> None:

@@ -20,7 +20,7 @@ def run_packed(lstm: nn.LSTM, inputs: Float[Tensor, "b n d"], lengths: Sequence[
     Args:
         lstm: With `batch_first`.
         inputs: Padded sequences.
-        lengths: Of each; on the host, so that there is no wait for the device.
+        lengths: Length of each; on the host, so that there is no wait for the device.
     """
     (b, n, _), sizes = inputs.shape, np.asarray(lengths)
     if sizes.shape != (b,) or sizes.min(initial=1) < 1 or sizes.max(initial=1) > n:
@@ -85,7 +85,7 @@ class LatentAlignment(RivalModule):
     or, for the Dirichlet, its mean.
 
     Args:
-        config: Of a variant `variational-…`.
+        config: One of variant `variational-…`.
         inference: The network q(z | x, y); None for `variational-exact`, which has none.
     """
 

@@ -36,7 +36,7 @@ class DenseRows:
 
     Attributes:
         mask: True where a query may attend, with the axes of the scores; None everywhere.
-        shape: Of the scores.
+        shape: Shape of the scores.
     """
 
     mask: Bool[Tensor, "..."] | None

@@ -46,7 +46,7 @@ def cost_to_go(cost: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
 class ChoosingWeights(RivalWeights):
     """Weights that choose one key; `with_score_function` collects their choices and keeps their baseline.
 
-    In training a call outside of `with_score_function` is an error: its scores would get no gradient.
+    In training a call outside `with_score_function` is an error: its scores would get no gradient.
     """
 
     average_cost: Tensor

@@ -14,7 +14,7 @@ class UniformWeights(RivalWeights):
     """softmax(0) over the keys that masks leave; the scores, and the parameters behind them, have no effect.
 
     Args:
-        config: Of variant `uniform`.
+        config: One of variant `uniform`.
     """
 
     def __init__(self, config: AttentionChoice) -> None:

@@ -29,7 +29,7 @@ class EncodedCaptions:
     """The captions of a split as numbers.
 
     Attributes:
-        words: Of each caption, with a boundary after the last; boundaries fill the rest.
+        words: Words of each caption, with a boundary after the last; boundaries fill the rest.
         lengths: Words and their boundary.
         images: Which image of the split each caption is about; captions of an image are consecutive.
         num_skipped: Captions left out because they hold no known word.
@@ -95,8 +95,8 @@ def pad_batch(batch: dict[str, Tensor], num_steps: int) -> dict[str, Tensor]:
     have one existing region each, so that nothing divides by zero, and no caption.
 
     Args:
-        batch: Of `make_batch`.
-        num_steps: Of the longest caption there is.
+        batch: From `make_batch`.
+        num_steps: Number of steps of the longest caption.
     """
     words = F.pad(batch["words"], (0, num_steps - batch["words"].shape[1]), value=BOUNDARY)
     has_word = (torch.arange(num_steps) < batch["lengths"][:, None]).flatten()

@@ -43,9 +43,9 @@ class Explanation:
 
     Attributes:
         words: The words; the last is `<end>` unless the caption was cut.
-        probability: Of each word, given those before it: of the mean over the draws, or of the posterior mean if none.
-        entropy: Of that prediction, in nats.
-        p_value: Of a paired t-test that its two most probable words differ; None without draws.
+        probability: Probability of each word, given those before it: the mean over the draws, or that of the posterior mean.
+        entropy: Entropy of that prediction, in nats.
+        p_value: p-value of a paired t-test that its two most probable words differ; None without draws.
         maps: `mean` (the posterior mean of the weights), with draws `std`, and for contextual priors `prior`, whose one
             row all words share.
         drawn: What was drawn: `attention`, `dropout` or nothing.
@@ -73,7 +73,7 @@ def find_subject(
     by the file name of the picture.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         image: The path of a picture, or the name of an image of the data set.
         data: The folder of the data sets, or the run's data set.
         features: A file of `bayesattn features` with this picture; for runs on photos.
@@ -140,10 +140,10 @@ def explain(
 
     Args:
         model: In eval mode.
-        regions: Of one image.
+        regions: Regions of one image.
         words: The caption; boundaries after its end.
         num_samples: Draws, at least 2.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     check_count("num_samples", num_samples, least=2)
     length = int((words != BOUNDARY).sum())
@@ -181,7 +181,7 @@ def draw(
         inputs: Arguments of its forward pass, one caption per image.
         method: `mean`, `attention` or `dropout`.
         num_samples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     if method == "mean":
         logits, weights = model(**inputs, need_weights=True)

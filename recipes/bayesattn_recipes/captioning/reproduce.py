@@ -78,7 +78,7 @@ def reproduce(
     minutes: float | None = None,
     settings: Sequence[str] = (),
 ) -> Path:
-    """Train and measure what has not been, and write `captioning.md` and `captioning.csv`; returns the path of the former.
+    """Train and measure what is missing, and write `captioning.md` and `captioning.csv`; returns the path of the former.
 
     Args:
         names: Data sets; None takes those available.

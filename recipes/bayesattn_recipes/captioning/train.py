@@ -53,8 +53,8 @@ class CaptioningConfig:
         learning_rate_decay: Factor of the learning rate after every `decay_epochs`.
         decay_epochs: Epochs between two decays.
         clip_value: Largest absolute value of a gradient's entry; None does not clip.
-        num_beams: Of the captions that are scored; 1 is greedy search, the paper's.
-        length_penalty: Of the beam search.
+        num_beams: Beams of the captions that are scored; 1 is greedy search, the paper's.
+        length_penalty: Length penalty of the beam search.
         decoder_mode: `auto` records training steps as CUDA graphs, one for every shape of batch, where one process trains on
             a GPU and the noise of all words can be drawn before the first (soft, BAM, hard with REINFORCE, noise on the
             context); `eager` never does. Both compute the same.

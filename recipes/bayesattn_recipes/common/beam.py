@@ -83,7 +83,7 @@ def beam_search(
         max_length: Tokens of the longest hypothesis, its end token included; the last may only be that.
         penalty: The power a; 0 compares plain log-probabilities.
         num_best: Hypotheses returned; the search ends when no living one can still be among them.
-        device: Of the state.
+        device: Device of the state.
         narrow: Returns the model for some sentences of the batch; where it is given, finished sentences leave the batch.
     """
     if num_best < 1 or penalty < 0.0:

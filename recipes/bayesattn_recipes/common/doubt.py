@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @contextmanager
 def with_noise(model: Model) -> Iterator[Model]:
-    """Give a model's soft attention noise for the time of the scope; attention with noise of its own keeps it."""
+    """Give a model's soft attention noise while the scope is open; attention with noise of its own keeps it."""
     parts = [part for part in model.modules() if isinstance(part, BayesianModule) and not part.config.is_stochastic]
     before = [part.config for part in parts]
     try:
@@ -39,7 +39,7 @@ def most_doubtful(
 
     Args:
         ask: Measures the doubt of some examples, given their places.
-        batches: Places of all examples, so many at a time.
+        batches: Places of all examples, batch by batch.
     """
     places, scores = [], []
     for batch in batches:

@@ -55,7 +55,7 @@ class TrainingConfig:
 
 
 class Experiment:
-    """The interface of a recipe to the loop. Subclasses set the attributes and implement the methods that raise here.
+    """The interface between a recipe and the loop. Subclasses set the attributes and implement the methods that raise here.
 
     Attributes:
         model: With its parameters, on the CPU; the loop moves it.

@@ -31,7 +31,7 @@ def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]], forward: Calla
 
     Args:
         model: Whose gradients are still those of the step that went wrong.
-        batches: Of that step.
+        batches: Batches of that step.
         forward: Runs one batch through the model again.
     """
     found = [

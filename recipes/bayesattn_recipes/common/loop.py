@@ -49,7 +49,7 @@ def train(
     Args:
         experiment: What to train.
         config: How.
-        seed: Of the batch order; model, dropout and noise are seeded by the caller (`seed_everything`).
+        seed: Seed of the batch order; model, dropout and noise are seeded by the caller (`seed_everything`).
         on_progress: Called after every optimizer step with the steps done and the steps of the whole run.
         on_row: Called with every new row of the log.
         checkpoints: Where to keep the state. If it holds one, training continues from there, with the same result as without

@@ -33,7 +33,7 @@ class Effect:
         value: The difference.
         low: Lower end of its 95 % interval.
         high: Upper end.
-        p_value: Of the paired t-test.
+        p_value: p-value of the paired t-test.
         search: How many settings were tried for soft attention and for this kind.
         paper: The paper's gain.
         holm: The p-value after Holm's correction.
@@ -65,9 +65,9 @@ class Page:
 
     Attributes:
         effects: With Holm's correction over all of them.
-        title: Of the figure.
+        title: Title of the figure.
         axis: What its axis measures.
-        digits: Of the differences.
+        digits: Decimal places of the differences.
     """
 
     effects: tuple[Effect, ...]
@@ -207,8 +207,8 @@ def rebuild(folder: Path, name: str, page: Page, table: str | None = None) -> Pa
     """Write `NAME.png` and the table of `NAME.md` in a folder of results; returns the path of the page.
 
     Args:
-        folder: Of the pages and their CSV files.
-        name: Of the page.
+        folder: Folder of the pages and their CSV files.
+        name: Name of the page.
         page: The content from the CSV files.
         table: In place of `effect_table`.
     """

@@ -25,7 +25,7 @@ class Position:
         step: Optimizer steps done.
         epoch: Epochs done.
         batch: Optimizer steps done in the epoch that has begun.
-        sums: Of this epoch: NLL, KL and attention entropy of this process' examples; labels and examples of all.
+        sums: Sums of this epoch: NLL, KL and attention entropy of this process' examples; labels and examples of all.
         rows: The log.
         best: Parameters to keep, if they are not the last.
         skipped: Steps left out because a number was not finite.
@@ -49,7 +49,7 @@ class Position:
         Args:
             experiment: What is trained.
             processes: The processes that train it.
-            generators: Of this process, before the next step.
+            generators: Generators of this process, before the next step.
             extra: The experiment's own, before the next step.
         """
         scheduler = experiment.scheduler

@@ -42,7 +42,7 @@ def usual_method(methods: Sequence[str], given: str | None = None) -> str:
 
 @runtime_checkable
 class RunPredictor(Protocol):
-    """The interface of a recipe for predictions of a run."""
+    """What a recipe implements so that its runs can be predicted."""
 
     @property
     def variant(self) -> str:
@@ -95,7 +95,7 @@ class PredictRun:
             num_samples: M, at least 2.
             noise: Strengths of the noisy test sets, in standard deviations of the data.
             methods: See `drawing_methods`; None takes `mean` and the usual way to draw.
-            seed: Of the draws and of the noise.
+            seed: Seed of the draws and of the noise.
             data: The folder of the data sets; recipes that generate their data need none.
             on_progress: Called with the number of test sets done and to do, for a progress bar.
         """

@@ -16,7 +16,7 @@ class Processes:
         accelerator: Hugging Face Accelerate's, which detects how this process was started.
         rank: Number of this process.
         world: How many there are.
-        device: Of this process.
+        device: Device of this process.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Forward and backward pass of a module, recorded as CUDA graphs, which saves the launches.
 
-A decoder's loop is some forty small kernels per step; on a GPU their launches cost more than their work.
+A decoder's loop is about forty small kernels per step; on a GPU their launches cost more than their work.
 """
 
 import warnings

@@ -1,8 +1,7 @@
 """The runs behind a table: every variant of a data set with several seeds, trained and measured once, then read.
 
-All tables store their runs in the same way: `runs/DATASET-VARIANT-SEED` is a run folder, `cells/DATASET-VARIANT-SEED.json`
-its measures
-with the settings they depend on.
+All tables store their runs in the same way: `runs/DATASET-VARIANT-SEED` is a run folder, and
+`cells/DATASET-VARIANT-SEED.json` holds its measures with the settings they depend on.
 """
 
 import itertools
@@ -172,7 +171,7 @@ def collect(
     """Return the measures of every variant and seed: finished runs are read, the rest are trained while there is time.
 
     Args:
-        dataset: Of the table.
+        dataset: Data set of the table.
         variants: Its rows.
         num_seeds: Runs per variant.
         work: The recipe's.

@@ -49,7 +49,7 @@ class Key(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its file."""
         settings = (setting.removeprefix("attention.").removeprefix("training.") for setting in self.settings)
         return "_".join((self.config, *settings, "-".join(map(str, self.seeds))))
 
@@ -64,7 +64,7 @@ class Study:
     Attributes:
         run: Trains and measures; a top-level function, called with a key and `arguments`, possibly in another process.
         identity: Returns everything that the measures depend on.
-        arguments: Of `run`, behind the key.
+        arguments: Arguments of `run`, behind the key.
         out: Folder of the cells.
         jobs: Cells at the same time.
         deadline: No cell begins later, in seconds of `time.monotonic`.
@@ -114,7 +114,7 @@ class Study:
         """Return the score of every setting and seed.
 
         Args:
-            keys: Of `search_keys`.
+            keys: From `search_keys`.
 
         Raises:
             RunError: Not all of them are finished, and there was no time left.
@@ -144,7 +144,7 @@ def search_keys(
     Args:
         kinds: What is compared.
         datasets: On which data sets.
-        seeds: Of every setting.
+        seeds: Seeds of every setting.
         prefix: Whether the names of configs begin with the data set.
         shared: Settings of all runs.
     """
@@ -202,7 +202,7 @@ def cross_fitted_nll(samples: Float[Tensor, "s n c"], labels: Int[Tensor, " n"])
 
     Args:
         samples: Class probabilities, draws first.
-        labels: Of the validation examples.
+        labels: Labels of the validation examples.
     """
     mean = mean_logits(samples.double())
     total = 0.0

@@ -116,7 +116,7 @@ class Generators(NamedTuple):
     cuda: Tensor | None
 
     def pack(self) -> dict[str, Any]:
-        """Return it as plain values and tensors, for a checkpoint."""
+        """Return the states as plain values and tensors, for a checkpoint."""
         version, words, gauss = self.python
         kind, keys, *rest = self.numpy
         return {

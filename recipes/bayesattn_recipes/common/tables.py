@@ -237,7 +237,7 @@ def print_tables(console: Console, text: str) -> None:
 
 
 def _aligned(lines: list[str]) -> list[str]:
-    # a bar inside of a cell is written with a backslash
+    # a bar inside a cell is written with a backslash
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
     header, _, *body = [[cell.strip().replace("\\|", "|") for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(header, *body)]

@@ -174,7 +174,7 @@ def run(
     """Run what is missing, and write the CSV and the table of what has finished.
 
     Args:
-        parts: Of `PARTS`; None takes all.
+        parts: From `PARTS`; None takes all.
         num_seeds: Models per data set; None takes those of `SEEDS`.
         data: The data folder.
         out: Where everything goes.
@@ -237,7 +237,7 @@ def run(
     if outcome.failures:
         raise RunError(f"not all models were trained: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
     if outcome.left:
-        console.print(f"{outcome.reasons()}: the time was over. Run the same command again to continue")
+        console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
     return out / TABLE_FILE
 
 

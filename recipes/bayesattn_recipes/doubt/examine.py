@@ -35,7 +35,7 @@ def examine(model: nn.Module, splits: dict[str, Split], collator: Collator, *, s
         model: A plain classifier of Hugging Face in eval mode.
         splits: `train`, `validation`, `test`, and `outside`, whose labels mean nothing to this model.
         collator: Makes batches.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     found: Found = {}
     for name in ("validation", "test", "outside"):

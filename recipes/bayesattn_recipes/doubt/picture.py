@@ -55,9 +55,9 @@ class Sentence:
 
     Attributes:
         words: As they stand in the file.
-        shares: Of the variance, one per word.
+        shares: Shares of the variance, one per word.
         answer: The class that the model gives.
-        probability: Of this class.
+        probability: Probability of this class.
         t: Margin over its standard deviation.
         correct: Whether the answer is right.
     """
@@ -182,8 +182,8 @@ def _draw_curves(ax: Axes, found: Mapping[str, Sequence[Found]]) -> None:
         ax.plot(100 * COVERAGES, 100 * np.mean(curves[name], axis=0), line, color=color, linewidth=2.4, label=name)
     ax.set(xlim=(0, 100), ylim=(0, None))
     ax.yaxis.set_major_locator(MultipleLocator(5))
-    ax.set_xlabel("answers kept, per cent", fontsize=SIZE)
-    ax.set_ylabel("errors among them, per cent", fontsize=SIZE)
+    ax.set_xlabel("answers kept, %", fontsize=SIZE)
+    ax.set_ylabel("errors among them, %", fontsize=SIZE)
     ax.tick_params(labelsize=SIZE - 1)
     ax.legend(fontsize=SIZE, frameon=False, loc="upper left")
     said = f"area {100 * pooled.change:+.0f} %\n({100 * pooled.low:+.0f} to {100 * pooled.high:+.0f})".replace("-", "−")

@@ -27,7 +27,7 @@ def span_over_null(outputs: Any, first: Int[Tensor, " b"], last: Int[Tensor, " b
 
 
 def of_questions(model: nn.Module, split: Split, collator: Collator) -> list[Row]:
-    """Measure a model of SQuAD 2.0; of several windows of a paragraph the one with the best span speaks for its question.
+    """Measure a model of SQuAD 2.0; of several windows of a paragraph, the one with the best span answers the question.
 
     The answer is that span where d > 0, and "no answer" elsewhere.
     """

@@ -61,7 +61,7 @@ def reproduce(
         The Markdown file with the tables.
     """
     if variants is not None:
-        raise ValueError(f"variants is {list(variants)!r}; the study of doubt has ordinary attention only, leave it out")
+        raise ValueError(f"variants must be left out, because all models have ordinary attention, got {list(variants)!r}")
     tasks = choose("tasks", names, TASKS)
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     base = {task: load_config(task, ["attention.variant=soft", *precision, *settings]) for task in tasks}
@@ -89,7 +89,7 @@ def reproduce(
         if outcome.failures:
             raise RunError(f"the study is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
         if outcome.left:
-            console.print(f"{outcome.reasons()}: the time was over. Run the same command again to continue")
+            console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
     found = {task: [read_found(_path(out, task, seed)) for seed in range(num_seeds)] for task in tasks}
     return table.write(out, table.measure_all(found), console)
 

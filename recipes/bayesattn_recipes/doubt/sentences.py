@@ -59,7 +59,7 @@ def of_translations(model: Translator, vocabulary: Vocabulary, sources: Sequence
 
     Args:
         model: In eval mode, with noise in its attention.
-        vocabulary: Of its run.
+        vocabulary: Vocabulary of its run.
         sources: The sentences.
     """
     device = next(model.parameters()).device

@@ -130,7 +130,7 @@ def ranking_table(rows: Sequence[Row]) -> str:
 
 
 def task_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return AURC by task, in per cent, for the own confidence and some rankings."""
+    """Return AURC by task, in percent, for the own confidence and some rankings."""
     own = _values(rows, BASELINE, "aurc")
     tasks = list(dict.fromkeys(task for task, _ in own))
     body = []
@@ -169,7 +169,7 @@ def forest_plot(rows: Sequence[Row]) -> Figure:
     ax.set_yticks(range(len(pooled)), [row.ranking for row in pooled])
     for label in ax.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == FLAGSHIP else "normal")
-    ax.set_xlabel("AURC against own confidence, per cent; left is better")
+    ax.set_xlabel("AURC against own confidence, %; left is better")
     style.plain(ax)
     return figure
 

@@ -39,7 +39,7 @@ class GraphConfig:
         kept_by: Epochs of which the last gives the run its parameters: `both`, those in which validation NLL
             and accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
         fanout: Neighbors per node of a mini-batch, at most; None for all.
-        learning_rate: Of Adam.
+        learning_rate: Learning rate of Adam.
         weight_decay: L2 penalty, added to the gradient before Adam's update (not AdamW's).
     """
 

@@ -21,8 +21,8 @@ class Graph:
     """A graph whose nodes have features and, some of them, labels.
 
     Attributes:
-        name: Of the data set.
-        features: Of every node; bags of words are mostly zeros, which the model exploits.
+        name: Name of the data set.
+        features: Features of every node; bags of words are mostly zeros, which the model exploits.
         labels: Class of every node; −1 where it is unknown.
         edge_index: Source and target of every directed edge: both directions of an undirected edge, one self-loop per node.
         splits: Nodes of `train`, `validation`, `test`, and of `left-out` where classes were kept out of training.
@@ -129,7 +129,7 @@ def random_split(graph: Graph, number: int) -> Graph:
 
     Args:
         graph: With its public splits.
-        number: Of the split, from 1 on; the seed of the draw.
+        number: Number of the split, from 1 on; the seed of the draw.
     """
     if number < 1:
         raise ValueError(f"split must be above 0 for a random split (0 is the public one), got {number}")

@@ -42,7 +42,7 @@ def predict_run(
         noise: Strengths of the feature noise under which the test nodes are predicted again.
         methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian network, alone or with its dropout
             masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
-        seed: Of the draws.
+        seed: Seed of the draws.
         data: Folder of the data sets; None takes that of the environment variable BAYESATTN_DATA.
         on_progress: Called with the number of splits and methods done and to do, for a progress bar.
     """

@@ -35,7 +35,7 @@ def generate_graph(
         topical_share: Probability that a word comes from the class's own words.
         num_train: Labeled nodes, as many of each class as possible.
         num_validation: Validation nodes; the rest are test nodes.
-        seed: Of everything.
+        seed: Seed of everything.
     """
     if num_classes < 2 or num_train + num_validation >= num_nodes:
         raise ValueError(

@@ -54,7 +54,7 @@ def neighborhood(
         nodes: Whose logits are wanted; each once.
         fanout: Neighbors of a node that are kept, drawn without replacement, its self-loop not counted; None keeps all, and
             then the logits are those of the whole graph.
-        generator: Of the draws.
+        generator: Generator of the draws.
     """
     if fanout is not None and fanout < 1:
         raise ValueError(f"fanout must be an integer of at least 1, or None, got {fanout!r}")

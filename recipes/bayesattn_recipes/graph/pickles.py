@@ -1,7 +1,7 @@
 """Read the pickles of the Planetoid files without running anything that they name.
 
 A pickle is a program for a stack machine, and one of its instructions calls any function by name. The Planetoid files
-(written by Python 2) need some twenty instructions and six names: arrays, a sparse matrix, a dictionary of lists. A file is
+(written by Python 2) need about twenty instructions and six names: arrays, a sparse matrix, a dictionary of lists. A file is
 scanned first, and refused if it has anything else. Then it is loaded with stand-ins for the six names, which check their
 arguments, so numpy and scipy never get an unchecked state.
 """

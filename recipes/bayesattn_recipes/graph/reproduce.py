@@ -52,8 +52,8 @@ def reproduce(
     """Train and measure what is missing in `out`, write the table as Markdown, CSV and JSON, and print it.
 
     Args:
-        datasets: Of `DATASETS`; None for all.
-        variants: Of `VARIANTS`; None for all. Differences are to `soft`, which is always run.
+        datasets: From `DATASETS`; None for all.
+        variants: From `VARIANTS`; None for all. Differences are to `soft`, which is always run.
         num_seeds: Runs per data set and variant, with seeds 0, 1, …
         data: Folder of the data sets.
         out: Folder of the cells and the tables.

@@ -66,7 +66,7 @@ def reproduce_splits(
     """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
 
     Args:
-        datasets: Of Cora, Citeseer and PubMed.
+        datasets: Some of Cora, Citeseer and PubMed.
         splits: Random splits, with numbers 1, 2, …
         data: Folder of the data sets.
         out: Folder of the cells and the table.

@@ -30,9 +30,9 @@ class Difference:
 
     Attributes:
         task: The task of both.
-        seeds: Of the two runs.
+        seeds: Seeds of the two runs.
         first: Variant and method of the first side.
-        second: Of the second.
+        second: Variant and method of the second side.
         split: The split of the examples.
         metric: What is measured, example by example.
         num_examples: How many.
@@ -59,7 +59,7 @@ def compare(first: tuple[Path, str], second: tuple[Path, str], split: str = "tes
     Args:
         first: Run folder and method.
         second: Another, with the same task and the same examples.
-        split: Of which examples.
+        split: Whose examples are compared.
     """
     runs = [read_run(folder) for folder, _ in (first, second)]
     task, other = (run["config"]["task"] for run in runs)

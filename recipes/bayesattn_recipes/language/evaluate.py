@@ -34,7 +34,7 @@ def predict_run(
         num_samples: M, at least 2.
         noise: Strengths of the noisy test sets (`shifts.py`); 0 leaves all shifted sets out.
         methods: See `predictor.py`; None takes `mean` and the usual way to draw.
-        seed: Of the draws.
+        seed: Seed of the draws.
         on_progress: Called with the number of splits and methods done and to do.
         data: The data folder; None takes the one the run was trained from, or where that is gone the one that the
             variable BAYESATTN_DATA names.

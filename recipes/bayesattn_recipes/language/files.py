@@ -92,7 +92,7 @@ def parse_rows(text: str, where: str, *, quoted: bool = False) -> Iterator[tuple
         except csv.Error as error:
             raise ValueError(f"{where}, line {reader.line_num}: {error}") from None
         return
-    # not splitlines(): it would also cut at characters such as U+0085 and U+2028 inside of a sentence
+    # not splitlines(): it would also cut at characters such as U+0085 and U+2028 inside a sentence
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.removesuffix("\r")
         if line:

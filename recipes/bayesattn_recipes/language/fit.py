@@ -131,7 +131,7 @@ def example_losses(task: Task, output: Any, batch: dict[str, Any]) -> Float[Tens
     if task.kind == "spans":
         first, last = output.start_logits.float(), output.end_logits.float()
         length = first.shape[1]
-        # an answer outside of its window has no label, as in transformers
+        # an answer outside its window has no label, as in transformers
         options = {"ignore_index": length, "reduction": "none"}
         losses = F.cross_entropy(first, batch["start_positions"].clamp(0, length), **options)
         return losses + F.cross_entropy(last, batch["end_positions"].clamp(0, length), **options)

@@ -56,7 +56,7 @@ class Predictor:
     Attributes:
         model: In eval mode.
         task: Its task.
-        config: Of its run.
+        config: Config of its run.
         collator: Makes batches.
         class_names: One per class.
     """

@@ -24,8 +24,8 @@ class Split:
     Attributes:
         rows: Token ids and labels; one row per example, or per window of a question.
         labels: Class or score of every example; None where there is no right answer, and for questions.
-        questions: Of a span task.
-        windows: Of a span task, one per row.
+        questions: Questions of a span task.
+        windows: Windows of a span task, one per row.
         num_truncated: Examples that lost their end to the length limit (questions: 0, they get several windows).
     """
 

@@ -7,9 +7,8 @@
 `bayesattn predict` is the same on the command line (`bayesattn/cli/predict.py`).
 
 The p-value says whether the draws agree on the answer, and the probability is their average confidence. An answer is trusted
-by
-its probability, with a threshold that `bayesattn evaluate` chose on the validation split (`trust.py`). The run folder is all
-that is needed. With the same seed the same inputs get the same answers.
+if its probability reaches a threshold that `bayesattn evaluate` chose on the validation split (`trust.py`). The run folder
+is all that is needed. With the same seed the same inputs get the same answers.
 """
 
 import dataclasses
@@ -39,10 +38,10 @@ class Served:
 
     Attributes:
         label: The class, the score of a regression as text, or the answer of a question ("" for none).
-        probability: Of the class or answer, averaged over the draws; None for a score.
-        p_value: Of a paired t-test that it is more probable than the runner-up; None for a score, and without draws.
+        probability: Probability of the class or answer, averaged over the draws; None for a score.
+        p_value: p-value of a paired t-test that it is more probable than the runner-up; None for a score, and without draws.
         trust: Whether the probability reaches the threshold of the run; None where it has none (`Classifier.note`).
-        probabilities: Of every class; None for a score.
+        probabilities: Probabilities of every class; None for a score.
         deviation: Standard deviation of a score over the draws; None otherwise.
         truncated: Whether the text was longer than the model reads, and lost its end.
     """
@@ -81,7 +80,7 @@ class Classifier:
     Args:
         run: The run.
         num_samples: Draws per answer; None takes as many as the rule of trust was chosen with, or 20.
-        seed: Of the draws.
+        seed: Seed of the draws.
         method: How to draw; None takes the usual way of the run, and draws nothing where it has none.
     """
 

@@ -37,11 +37,11 @@ class LanguageConfig:
         encoder: `e5-small`, a folder, a name on the hub, or `tiny`.
         attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: How long and how fast.
-        seed: Of the head's initialization, batch order, dropout and noise.
+        seed: Seed of the head's initialization, batch order, dropout and noise.
         max_length: Tokens per text, pair or window; longer texts lose their end, longer paragraphs get more windows.
-        dropout: Of the encoder's hidden states; null keeps the encoder's own rate.
-        attention_dropout: Of the attention weights; null keeps the encoder's rate for soft attention and switches it off
-            for a sampled one, whose noise takes its place.
+        dropout: Dropout rate of the encoder's hidden states; null keeps the encoder's own rate.
+        attention_dropout: Dropout rate of the attention weights; null keeps the encoder's rate for soft attention and
+            switches it off for a sampled one, whose noise takes its place.
         classifier_dropout: Before the head; null keeps the encoder's rate.
         train_size: Training examples at most; null takes all.
         source: `files` of the data folder, or the hub's copy through the package `datasets`.
@@ -94,7 +94,7 @@ class LoadedRun:
 
     Attributes:
         folder: Where it is.
-        config: Of the run.
+        config: Config of the run.
         task: Its task.
         model: In eval mode, on a GPU if there is one.
         tokenizer: Its tokenizer.

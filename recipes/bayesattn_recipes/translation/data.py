@@ -86,7 +86,7 @@ def split_by_sentence(pairs: Pairs, shares: tuple[int, int] = TATOEBA_SHARES) ->
 
     Args:
         pairs: Sentences and translations; repeated pairs count once.
-        shares: Of 1,000 groups, how many go to validation and to test.
+        shares: Out of 1,000 groups, how many go to validation and to test.
     """
     rows = sorted(without_repeats(zip(pairs.targets, pairs.sources, strict=True)))
     group = _connected(rows)

@@ -112,8 +112,8 @@ class Decoder(nn.Module):
             input_gates: `self.input_gates` of the embedded token.
             state: From `start` or the step before.
             memory: The source.
-            bias: Of `plan_bias` for this step; None where the attention module draws by itself.
-            noise: Of `plan_context` for this step.
+            bias: From `plan_bias` for this step; None where the attention module draws by itself.
+            noise: From `plan_context` for this step.
             drop: Dropout masks between the layers.
 
         Returns:
@@ -166,12 +166,12 @@ class Decoder(nn.Module):
 
         Args:
             input_gates: `self.input_gates` of the embedded tokens.
-            values: Of the memory, as the next two.
+            values: From the memory, like the next two.
             keys: Projected.
             mask: True for keys that exist.
-            bias: Of `plan_noise`; None for attention that draws by itself.
-            noise: Of `plan_noise`.
-            drop: Of `plan_dropout`.
+            bias: From `plan_noise`; None for attention that draws by itself.
+            noise: From `plan_noise`.
+            drop: From `plan_dropout`.
             steps: True for steps whose KL counts; None leaves the KL out.
             step: A compiled `self.step`.
         """

@@ -26,7 +26,7 @@ from bayesattn_recipes.translation.vocabulary import END, MARKS, PAD
 
 
 def available_methods(model: Translator) -> list[str]:
-    """Return what can be drawn from a model, the usual way first after `mean`."""
+    """Return what can be drawn from a model: `mean`, then the usual way."""
     return drawing_methods(is_stochastic=model.decoder.config.is_stochastic, drops=model.dropout.p > 0.0)
 
 
@@ -105,8 +105,8 @@ class Judged:
     """Statistics of M draws along given targets, step by step; padded steps are 0.
 
     Attributes:
-        probability: Of the target tokens, under the mean distribution.
-        entropy: Of the mean distribution.
+        probability: Probability of the target tokens, under the mean distribution.
+        entropy: Entropy of the mean distribution.
         mutual_information: Entropy of the mean minus mean entropy.
         disagreement: Share of draws whose most probable token is not the target.
         confidence: Probability of the mean distribution's most probable token.

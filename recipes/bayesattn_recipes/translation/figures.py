@@ -45,7 +45,7 @@ def attention_samples(
         source: Tokens, end token last.
         target: Tokens, end token last.
         num_samples: M; without attention noise and dropout all draws are the same.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     device = next(model.parameters()).device
     batch = make_batch([source], [target])

@@ -1,6 +1,6 @@
 """How the decoder's loop runs: as it is, compiled, or recorded as a CUDA graph for every shape of batch.
 
-The loop is some forty small kernels per step; on a GPU their launches cost more than their work. All modes compute the same
+The loop is about forty small kernels per step; on a GPU their launches cost more than their work. All modes compute the same
 (`tests/recipes/test_translation_decoder.py`), so the choice is one of speed:
 
     decoder_mode: eager        anywhere, no preparation

@@ -1,4 +1,4 @@
-"""What is measured of a finished run: quality, calibration, and the worth of its uncertainty. Cost is in `cost.py`."""
+"""Measures of a finished run: quality, calibration, and the worth of its uncertainty; cost: `bench/translation.py`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -41,10 +41,10 @@ def measure_quality(
 
     Args:
         model: In eval mode.
-        vocabulary: Of the run.
+        vocabulary: Vocabulary of the run.
         pairs: A test set.
         beam: Hypotheses kept.
-        kind: Of BLEU, see `bleu.corpus_bleu`.
+        kind: Kind of BLEU, see `bleu.corpus_bleu`.
     """
     corpus = encode_pairs(pairs, vocabulary)
     outputs = [vocabulary.decode(tokens) for tokens in decode(model, corpus.sources, beam=beam)]
@@ -163,8 +163,8 @@ def rejection_curve(uncertainty: Sequence[float], counts: Sequence[bleu.Counts])
     """Return corpus BLEU of the most certain sentences, for every share withheld; ties keep the order of the file.
 
     Args:
-        uncertainty: Of every sentence.
-        counts: Of the same sentences, from `bleu.sentence_counts`.
+        uncertainty: Uncertainty of every sentence.
+        counts: Counts of the same sentences, from `bleu.sentence_counts`.
     """
     order = sorted(range(len(counts)), key=lambda i: uncertainty[i])
     kept = [order[: max(1, round((1.0 - share) * len(order)))] for share in REJECTED]

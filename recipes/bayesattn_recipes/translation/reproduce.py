@@ -52,7 +52,7 @@ def reproduce(
     """Train and measure what is missing in `out`, write the tables as Markdown, CSV and JSON, and print them.
 
     Args:
-        datasets: Of `DATASETS`; None for all.
+        datasets: From `DATASETS`; None for all.
         variants: Config names without the data set; None for all the data set has. Differences are to `soft`, which is
             always run.
         num_seeds: Runs per variant, with seeds 0, 1, …

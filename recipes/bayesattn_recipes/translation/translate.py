@@ -33,7 +33,7 @@ class Token:
     Attributes:
         piece: Its text; a leading ▁ begins a word.
         probability: Mean over the draws.
-        entropy: Of the mean distribution over the vocabulary, in nats: total uncertainty.
+        entropy: Entropy of the mean distribution over the vocabulary, in nats: total uncertainty.
         mutual_information: The part of it that the draws disagree about.
         disagreement: Share of the draws that would have chosen another token here.
     """
@@ -98,14 +98,14 @@ def translate(
 
     Args:
         model: In eval mode.
-        vocabulary: Of the run.
+        vocabulary: Vocabulary of the run.
         sentences: One each.
         max_tokens: Longest source; a longer one is an error that names its line.
         method: What is drawn; None takes the usual way of the model. `mean` gives probabilities without draws.
         num_samples: M.
         beam: Hypotheses kept for the translation; the draws' own translations are greedy.
         penalty: Power of the length penalty.
-        seed: Of the draws; torch's generators are left as they were.
+        seed: Seed of the draws; torch's generators are left as they were.
         name: Name of the text, for errors.
     """
     method = usual_method(available_methods(model), method)

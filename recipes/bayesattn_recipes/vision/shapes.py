@@ -60,7 +60,7 @@ class ShapesWorld:
     """Images with everything the two recipes need.
 
     Attributes:
-        names: Of the images, `shapes-SEED-0000` and so on.
+        names: Names of the images, `shapes-SEED-0000` and so on.
         images: The pictures.
         regions: Features of the 4 × 4 cells, computed from the pixels.
         scenes: What is in each picture.

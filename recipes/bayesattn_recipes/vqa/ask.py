@@ -78,7 +78,7 @@ def ask(
         features: A file of `bayesattn features` that holds the picture's features; for runs on files only.
         data: The folder of the data sets, where the picture is one of the run's own.
         num_samples: Draws.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     config, model = load_run(run)
     if not question.strip():
@@ -110,8 +110,8 @@ def answer(
     """Answer a question about the regions of one picture.
 
     Args:
-        config: Of the run.
-        model: Of the run, in eval mode.
+        config: Config of the run.
+        model: Model of the run, in eval mode.
         question: At least one word.
         image: The picture, which is only kept for the drawing.
         regions: Its features.
@@ -119,7 +119,7 @@ def answer(
         grid: Rows and columns of the regions, or None.
         boxes: Places of the regions where they are not a grid.
         num_samples: Draws, at least 2.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     check_count("num_samples", num_samples, least=2)
     words, word_mask = model.vocabulary.encode([question])

@@ -30,7 +30,7 @@ def attention_maps(
         model: In eval mode.
         inputs: The model's arguments.
         num_samples: Draws, at least 2.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     attend = model.region_attention
     with _watching(model) as seen:

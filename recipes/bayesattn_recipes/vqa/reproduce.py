@@ -53,7 +53,7 @@ def reproduce(
 
     Args:
         names: Data sets; None takes those whose files are in `data`, and shapes.
-        variants: Of `VARIANTS`; None takes all. Differences are to `soft`, where it is among them.
+        variants: From `VARIANTS`; None takes all. Differences are to `soft`, where it is among them.
         num_seeds: Runs per variant.
         data: The folder of the data sets.
         out: Folder of the runs; a finished one is not repeated.
@@ -118,7 +118,7 @@ def measure_run(folder: Path, config: VQAConfig, data: Path | None, split_name: 
         folder: The run.
         config: Its config.
         data: The folder of the data sets.
-        split_name: Of the questions; `validation` to choose settings by.
+        split_name: Split of the questions; `validation` to choose settings by.
     """
     _, model = load_run(folder)
     model = model.to(choose_device())

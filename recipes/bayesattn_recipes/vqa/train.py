@@ -44,7 +44,7 @@ class VQAConfig:
         warmup_epochs: Epochs until it is reached.
         decay_from: First epoch, counted from 0, with a lower rate.
         decay_every: Epochs between further reductions.
-        decay_factor: Of each reduction.
+        decay_factor: Factor of the learning rate at each reduction.
     """
 
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))

@@ -27,7 +27,7 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
     """Return the vectors of the words that a vocabulary has, by their index; the file is read line by line.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         word_index: The words wanted.
         dim: Numbers of a vector.
 

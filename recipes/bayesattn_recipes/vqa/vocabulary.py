@@ -51,7 +51,7 @@ class Vocabulary(WordVocabulary):
     """Known words and answers; the position is the index, and the first two words are padding and unknown.
 
     Args:
-        words: Of questions.
+        words: Words of questions.
         answers: Answers that can be given.
         max_words: Longest question; what comes after is cut off.
     """

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check_empty(arguments: Sequence[str]) -> None:
-    """Refuse an empty word, as of a shell variable that is not set: as a path it would mean the current folder."""
+    """Refuse an empty word, such as a shell variable that is not set: as a path it would mean the current folder."""
     for before, word in zip(["", *arguments], arguments):
         option, equals, value = word.partition("=")
         if (word == "" and before not in TEXTS) or (word.startswith("--") and equals and not value and option not in TEXTS):

@@ -67,7 +67,7 @@ class RunDisplay:
     Args:
         console: Where to print.
         total: Runs of the table.
-        bar: Of a terminal.
+        bar: Bar of a terminal.
     """
 
     def __init__(self, console: Console, total: int, bar: Progress | None) -> None:

@@ -68,7 +68,7 @@ class MeasuredUncertainty:
         """Measure it.
 
         Args:
-            probabilities: Of the model as it is, `ba.uncertainty(...).probabilities` of all batches.
+            probabilities: Probabilities of the model as it is, `ba.uncertainty(...).probabilities` of all batches.
             score: `ba.uncertainty(...).score`; higher is less certain.
             labels: The true classes.
             data: What these examples are, for the reader of the card.

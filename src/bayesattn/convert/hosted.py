@@ -29,7 +29,7 @@ class HostedAttention(BayesianModule):
         config: What is random; None where `weights` are given.
         key_dim: Features of a key of one head.
         num_heads: Heads of the keys.
-        name: Of the module it is a child of, in its model.
+        name: Name of the module it is a child of, in its model.
         weights: An object that replaces softmax and average.
     """
 

@@ -145,7 +145,7 @@ def _explained(repo_id: str, revision: str | None, endpoint: str | None, deed: s
         ) from error
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code in (401, 403):
-            raise ValueError(f"{hub} did not let you {deed} {repo_id}; {login} that may {deed} it") from error
+            raise ValueError(f"{hub} did not let you {deed} {repo_id}. Use an account that may: {login}") from error
         raise ValueError(f"{hub} answered a request to {deed} {repo_id} with an error: {error}") from error
     except RuntimeError as error:  # huggingface_hub raises this for any error while it uploads a file
         raise ValueError(f"{error} {error.__cause__ or ''}".strip()) from error

@@ -70,7 +70,7 @@ def problem(module: nn.Module, config: AttentionConfig) -> str | None:
     if hasattr(module, CHILD_NAME):
         return f"it has an attribute {CHILD_NAME!r} of its own"
     if config.needs_key_dim and key_dim(module) is None:
-        return f"{config.variant} needs the features of a key; give the module an integer attribute head_dim"
+        return f"{config.variant} needs the number of features of a key; give the module an integer attribute head_dim"
     return None
 
 

@@ -69,7 +69,7 @@ class KLCallback(pl.Callback):
         self._close()
         if scope is None:
             raise RuntimeError(
-                "a second backward pass in one batch: the KL was added to the first loss already; KLCallback supports one"
+                "KLCallback supports one backward pass per batch, got a second. The KL is part of the first loss already"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # the factor by which Lightning multiplied the loss that training_step returned

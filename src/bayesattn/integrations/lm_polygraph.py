@@ -25,7 +25,7 @@ class AttentionDoubt:
 
     Args:
         model: The transformers model inside lm-polygraph's wrapper, `whitebox.model`; causal or encoder-decoder.
-        pad_token_id: Of the tokenizer: the statistics hold padded prompts without their masks. Prompts of causal models are
+        pad_token_id: The tokenizer's; the statistics hold padded prompts without their masks. Prompts of causal models are
             padded on the left, so leading padding is dropped; of encoder-decoders on either side.
         per_token: Divide by the number of generated tokens.
         config: Noise for a plain model; None is Weibull noise with k = 5.

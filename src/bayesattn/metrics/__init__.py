@@ -1,6 +1,6 @@
 """Uncertainty as numbers: p-values and PAvPU, calibration, proper scores, selective prediction, detection, decisions.
 
-Pure functions need only torch. The running `torchmetrics` classes (right under DDP) are in `bayesattn.metrics.running`.
+Pure functions need only torch. The running `torchmetrics` classes (correct under DDP) are in `bayesattn.metrics.running`.
 """
 
 from typing import TYPE_CHECKING

@@ -59,7 +59,7 @@ def bootstrap_statistic(
     """Return the interval of any statistics of the predictions, such as a calibration error, one row for each.
 
     Args:
-        statistic: Gets the columns with their predictions drawn again; returns one number or a vector of them.
+        statistic: Called with resampled columns; returns one number or a vector of them.
         *columns: What the statistic needs, predictions on the first axis.
         num_resamples: How often the predictions are drawn again, with replacement.
         confidence: Level of the interval.

@@ -51,7 +51,7 @@ class SelectiveReport:
         coverage_interval: Clopper-Pearson interval of the coverage.
         error: Error rate of the answered ones; None if none was answered.
         error_interval: Clopper-Pearson interval of that error rate.
-        level: Of both intervals.
+        level: Level of both intervals.
 
     Example:
         >>> confidence = torch.linspace(0.0, 1.0, 200)
@@ -116,7 +116,7 @@ class SelectivePredictor:
         """Find the threshold that answers most while the error rate of the answers is at most `target_error`.
 
         Args:
-            confidence: Of validation predictions that were not used for training; any score, larger is surer.
+            confidence: Confidence of validation predictions that were not used for training; any score, larger is surer.
             correct: Whether each was right: boolean or 0/1.
             target_error: α.
             level: Probability that the guarantee holds.
@@ -159,7 +159,7 @@ class SelectivePredictor:
         """Find the highest threshold that still answers at least `target_coverage` of new data.
 
         Args:
-            confidence: Of validation predictions; any score, larger is surer.
+            confidence: Confidence of validation predictions; any score, larger is surer.
             correct: Whether each was right: boolean or 0/1 (only for the report).
             target_coverage: γ.
             level: Probability that the guarantee holds.

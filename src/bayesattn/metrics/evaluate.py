@@ -178,12 +178,12 @@ def evaluate_predictions(
         task: How outputs become probabilities.
         space: What `samples` holds, and what the p-values test.
         test: See `top_two_p_value`.
-        thresholds: Of PAvPU.
-        coverages: Of the selective accuracy.
-        num_bins: Of both calibration errors.
+        thresholds: Thresholds of PAvPU.
+        coverages: Coverages of the selective accuracy.
+        num_bins: Number of bins of both calibration errors.
         num_resamples: Bootstrap resamples; 0 leaves the intervals out.
         confidence: Level of the intervals.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
 
     Example:
         >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples

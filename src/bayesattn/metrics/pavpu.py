@@ -107,7 +107,7 @@ def pavpu_by_threshold(
         task: See `top_two_p_value`.
         num_resamples: Bootstrap resamples of the predictions.
         confidence: Level of the interval.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
 
     Example:
         >>> samples = torch.tensor([[[0.7, 0.3]], [[0.6, 0.4]], [[0.65, 0.35]]])  # three draws, p = 0.035

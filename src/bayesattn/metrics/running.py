@@ -155,7 +155,7 @@ class PatchAccuracyVsUncertainty(_Mean):
         test: See `top_two_p_value`.
         space: See `top_two_p_value`.
         task: See `top_two_p_value`.
-        **kwargs: Of `torchmetrics.Metric`.
+        **kwargs: Arguments of `torchmetrics.Metric`.
 
     Example:
         >>> metric = PatchAccuracyVsUncertainty(thresholds=[0.01, 0.05])

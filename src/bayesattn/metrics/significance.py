@@ -33,7 +33,7 @@ def top_two_p_value(
     """Return the p-value that the two most probable classes differ, for every prediction.
 
     The two classes are the top two of the mean probability over the draws. All differences zero gives p = 1; no variance
-    but different means gives p = 0. The result never is NaN.
+    but different means gives p = 0. The result is never NaN.
 
     Args:
         samples: Probabilities of M ≥ 2 draws, or logits if `space` is `logit`; draws first.

@@ -112,8 +112,8 @@ def build_weights(
         weights: The object, or the factory.
         head_dim: Features of a key of one head.
         num_heads: Heads of the keys.
-        device: Of the module's parameters.
-        dtype: Of the module's parameters.
+        device: Device of the module's parameters.
+        dtype: Type of the module's parameters.
     """
     if weights is None:
         return None

@@ -67,8 +67,8 @@ class BayesianModule(nn.Module):
             config: What is random; None where `weights` are given.
             key_dim: Features of a key of one head; needed for contextual priors.
             num_heads: Heads of the keys.
-            device: Of the prior's parameters.
-            dtype: Of the prior's parameters.
+            device: Device of the prior's parameters.
+            dtype: Type of the prior's parameters.
             prior_name: As `name` of `ContextualPrior`.
             weights: An object that replaces softmax and average (`nn/custom_weights.py`).
         """

@@ -105,6 +105,6 @@ def only_forbids(mask: Tensor | None) -> bool:
     if mask is None or mask.dtype == torch.bool:
         return True
     if mask.requires_grad:
-        # zeros that are about to learn
+        # a mask that is trained may be all zeros only now
         return False
     return bool(look_once(mask, "_bayesattn_only_forbids", lambda given: ((given == 0.0) | (given <= FORBIDDEN)).all()))

@@ -73,7 +73,7 @@ class StepWeights(Protocol):
     def note_steps(
         self, scores: Float[Tensor, "b t n"], mask: Bool[Tensor, "b n"], bias: Float[Tensor, "b #t n"] | None
     ) -> None:
-        """Take note of the draws of all steps, for gradients that need them."""
+        """Note the draws of all steps, for gradients that need them."""
         ...
 
 
@@ -205,7 +205,7 @@ class StepAttention(AdditiveAttention):
 
 
 def closed_keys(mask: Bool[Tensor, "b n"]) -> Float[Tensor, "b 1 n"]:
-    """Return what closes missing keys when it is added to scores: 0 and −inf."""
+    """Return what to add to scores to mask missing keys: −inf there, 0 elsewhere."""
     return torch.zeros((len(mask), 1, mask.shape[1]), device=mask.device).masked_fill(~mask.unsqueeze(1), -math.inf)
 
 

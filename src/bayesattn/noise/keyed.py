@@ -51,7 +51,7 @@ def example_seeds(seed: int, step: int, examples: Int[Tensor, " b"]) -> Int[Tens
     """Return a seed for each example of an optimizer step.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         step: Below 2^32.
         examples: Indices of the examples in the training set.
 

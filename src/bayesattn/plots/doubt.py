@@ -36,8 +36,8 @@ def plot_doubt(
         tokens: The text at each key position; words, or the tokenizer's tokens.
         by_token: Variance of each.
         by_head: Variance by attention module and head, as `{name: heads[i] for name, heads in result.by_head.items()}`.
-        probabilities: Of the classes.
-        class_names: Of the classes; numbers if None.
+        probabilities: Probabilities of the classes.
+        class_names: Names of the classes; numbers if None.
         title: Above the figure.
 
     Example:
@@ -80,9 +80,9 @@ def plot_image_doubt(
         by_token: Variance by key position. Patches come last, row by row from the top left. Positions before them (class
             token, registers) have no place in the image; the title says how much of the variance is theirs.
         by_head: As for `plot_doubt`.
-        probabilities: Of the classes.
+        probabilities: Probabilities of the classes.
         grid: Rows and columns of patches.
-        class_names: Of the classes; numbers if None.
+        class_names: Names of the classes; numbers if None.
         title: Above the figure.
 
     Example:
@@ -133,11 +133,11 @@ def shade_words(
     Args:
         ax: Its unit is a letter across and a line down.
         words: The text.
-        shares: Of the variance, one per word; `DARKEST` and more have the darkest shade.
+        shares: Shares of the variance, one per word; `DARKEST` and more have the darkest shade.
         top: Where the first line stands.
         spacing: From line to line.
         columns: Letters per line.
-        size: Of a letter, in points.
+        size: Size of a letter, in points.
     """
     lines = _lines(words, columns)
     remaining = iter(shares)

@@ -249,8 +249,8 @@ def plot_entropy(
     """Draw how the entropy spreads for inputs like the training data and for others.
 
     Args:
-        entropy_in: Of inputs from the training distribution.
-        entropy_out: Of inputs from elsewhere.
+        entropy_in: Entropy of inputs from the training distribution.
+        entropy_out: Entropy of inputs from elsewhere.
         title: Above the figure.
         xlabel: Below the axis, for another score than entropy.
 

@@ -134,7 +134,10 @@ def test_a_hub_that_cannot_be_reached_is_named(hub):
 @pytest.mark.parametrize("token", [None, "hf_of_someone_else"])
 def test_without_a_token_that_may_write_nothing_is_pushed(hub, tmp_path, token):
     model = bayesianize(build("bert"), CONFIG)
-    with pytest.raises(ValueError, match=r"did not let you write to owner/doubtful-bert; give token=, or log in once"):
+    with pytest.raises(
+        ValueError,
+        match=r"did not let you write to owner/doubtful-bert. Use an account that may: give token=",
+    ):
         save_bayesian(model, tmp_path / "folder", push_to_hub=NAME, token=token, endpoint=hub.endpoint)
     assert not hub.repositories
     # what was asked for first is done

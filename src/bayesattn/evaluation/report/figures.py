@@ -46,7 +46,7 @@ class Drawn:
 
     Attributes:
         section: Figures of one section stand together.
-        name: Of the PNG file.
+        name: Name of the PNG file.
         caption: Below the figure, and read out in its place.
         light: For a light page.
         dark: For a dark page.
@@ -169,7 +169,7 @@ def _heads(group: Group, split: str, number: int) -> Iterator[Drawn]:
 
 
 def _neighborhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
-    """Draw whom the nodes behind the most certain mistakes listen to, and how sure they are of it."""
+    """Draw the attention of the nodes behind the most certain mistakes, with its standard deviation."""
     predictions = group.runs[0].predictions
     edges = predictions.splits[split].edges
     if edges is None or "attention" not in group.method:

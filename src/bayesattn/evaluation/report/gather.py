@@ -97,7 +97,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read run folders that have been evaluated.
 
     Raises:
-        RunError: A folder is no run, was not evaluated, or its files do not belong together.
+        RunError: A folder is not a run, was not evaluated, or its files do not belong together.
     """
     if not folders:
         raise ValueError("folders must name at least one run folder, got none")

@@ -30,7 +30,7 @@ def _differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return, for configs of which no two are the same, words for what differs between them."""
     columns = {key: _texts([config.get(key, MISSING) for config in configs]) for config in configs for key in config}
     differing = [key for key, column in columns.items() if len(set(column)) > 1]
-    # words, as of a data set or a task, say more than numbers
+    # words, such as the name of a data set or a task, say more than numbers
     differing.sort(key=lambda key: not any(isinstance(config.get(key), str) for config in configs))
 
     def count(keys: Sequence[str]) -> int:

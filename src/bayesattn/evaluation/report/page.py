@@ -31,7 +31,7 @@ def write_report(folders: Sequence[Path], out: Path, *, figures: Path | None = N
     """Write the page and return its path.
 
     Args:
-        folders: Run folders that `bayesattn evaluate` has been through.
+        folders: Run folders that `bayesattn evaluate` has measured.
         out: Where the page goes; replaced as a whole.
         figures: Folder to also save the figures in, as PNG files.
         title: Heading of the page.

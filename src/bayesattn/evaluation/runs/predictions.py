@@ -126,7 +126,7 @@ def read_predictions(folder: Path) -> Predictions:
         isinstance(key_grid, list) and len(key_grid) == 2 and all(type(entry) is int and entry > 0 for entry in key_grid)
     ):
         raise RunError(f"{path}: key_grid must be null or two positive integers")
-    # files from before there were multilabel tasks have none of these three
+    # optional in the file
     task, test, texts = meta.get("task", "multiclass"), meta.get("test", "paired"), meta.get("texts", {})
     if task not in ("multiclass", "multilabel") or test not in ("paired", "welch", "pooled", "wilcoxon"):
         raise RunError(f"{path} has task {task!r} and test {test!r}, at least one of which is unknown")

@@ -92,7 +92,7 @@ def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
     if _registry_lookups(type(module)) > 1 and not (hasattr(module, "reorder_and_upcast_attn") and harmless):
         return "its forward does something of its own for some implementations, beyond looking them up"
     if config.needs_key_dim and key_dim(module) is None:
-        return f"{config.variant} needs the features of a key, and no attribute of the module tells"
+        return f"{config.variant} needs the number of features of a key, and no attribute of the module gives it"
     return _unknown_mathematics(module)
 
 

@@ -19,7 +19,7 @@ class TextDoubt:
     Attributes:
         text: As given; of a pair both, one after the other.
         label: Name of the most probable class.
-        probability: Of that class, by the model as it is.
+        probability: Probability of that class, by the model as it is.
         margin: Difference of the two largest logits.
         std: Its standard deviation under attention noise.
         t: margin / std; texts with a small t are the doubtful ones.

@@ -62,7 +62,7 @@ def sizes(module: Any) -> Sizes:
 
 def refusal(weights: AttentionWeights) -> str:
     """Refuse all custom weights."""
-    return f"{weights.name} needs the values, and of attention outside the registry only the scores are seen"
+    return f"{weights.name} needs the values, but attention outside the registry shows only its scores"
 
 
 def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
@@ -92,9 +92,7 @@ def detach(model: nn.Module, name: str) -> None:
 
 def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
     if _path(type(module)) not in CLASSES:
-        return (
-            "it is a subclass (for FlashAttention?) that computes in its own way; call model.set_attn_implementation first"
-        )
+        return "it is a subclass with code of its own, perhaps for FlashAttention; call model.set_attn_implementation first"
     if hasattr(module, CHILD_NAME):
         return f"it has an attribute {CHILD_NAME!r} of its own"
     if next(module.parameters()).is_meta:

@@ -139,7 +139,7 @@ class EdgeAttentionModule(BayesianModule):
             setattr(cls, f"{prefix}_edge_updater", edge_updater)
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        """Keep PyG from doing that."""
+        """Keep PyG from overwriting `propagate` and `edge_updater`."""
 
     @property
     def _is_stock(self) -> bool:
@@ -307,11 +307,11 @@ def sorted_edges(
         layer: Whose edges they are.
         edge_index: As PyG has it.
         num_sources: Number of nodes on the first side.
-        num_targets: And on the second.
+        num_targets: Number of nodes on the second side.
         loops: Whether every node gets an edge to itself instead of those that it has.
     """
     if torch.compiler.is_compiling():
-        assert not loops, "where a compiler looks, PyG adds them"
+        assert not loops, "under a compiler PyG adds the self loops"
         return Edges.sort(*_end_points(edge_index, layer.flow), num_sources, num_targets, check=False)
     known = _SORTED.get(layer)
     has_size = known is not None and (known.edges.num_sources, known.edges.num_targets) == (num_sources, num_targets)

@@ -28,8 +28,8 @@ class SeedRows:
 
     Attributes:
         count: Seeds, the first targets.
-        num_nodes: Of the whole graph.
-        num_edges: Of the whole graph, as the layers see them; None where unknown.
+        num_nodes: Number of nodes of the whole graph.
+        num_edges: Number of edges of the whole graph, as the layers see them; None where unknown.
     """
 
     count: int

@@ -61,7 +61,7 @@ def sum_by_target(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "r *f
 def softmax(
     scores: Float[Tensor, "e h"], edges: Edges, log_noise: Float[Tensor, "e h"] | None = None
 ) -> Float[Tensor, "e h"]:
-    """Return exp(Φ_e + noise) over the sum of it on the edges of the same target; the noise is overwritten."""
+    """Return exp(Φ_e + noise) divided by its sum over the edges of the same target; the noise is overwritten."""
     return _Softmax.apply(scores, log_noise, edges)
 
 

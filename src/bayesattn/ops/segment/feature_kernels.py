@@ -10,7 +10,7 @@ from bayesattn.ops.common.tiles import saturated
 def node_scores_kernel(
     FEATURES, ATT_SOURCE, ATT_TARGET, SOURCE, TARGET, ENTRIES, H, D, BLOCK: tl.constexpr, BD: tl.constexpr
 ):
-    """Both products of a block of [nodes, heads], numbered through."""
+    """Both products of a block of [nodes, heads], numbered consecutively."""
     entry, rd = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD)
     inside = entry < ENTRIES
     mask = inside[:, None] & (rd < D)[None, :]
@@ -27,7 +27,7 @@ def node_grad_kernel(
     FEATURES, ATT_SOURCE, ATT_TARGET, GRAD_SOURCE, GRAD_TARGET, GRAD_KEY, GRAD_FEATURES, SUMS, N, H, D,
     BN: tl.constexpr, BC: tl.constexpr, HAS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of every so-many-th block of nodes, BC of their heads × features: dx, and a row of sums for both vectors.
+    """Gradients of each program's share of the nodes, BC of their heads × features: dx, and a row of sums for both vectors.
 
     dx is added to GRAD_FEATURES, which has it as that of the values; and where there is one, that of the prior's keys,
     [heads, nodes, features], joins them.

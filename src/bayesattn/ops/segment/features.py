@@ -80,13 +80,13 @@ def gradients(
     """Return the gradients of both vectors and of the features, from those of a, b and of the other uses of the features.
 
     Args:
-        features: Of the nodes, contiguous.
+        features: Features of the nodes, contiguous.
         att_source: GAT's vector for sources.
         att_target: For targets.
-        grad_source: Of a [nodes, heads].
-        grad_target: Of b.
-        grad: Of the features as values; written over.
-        grad_key: Of the features as keys of the prior, in memory [heads, nodes, features].
+        grad_source: Gradient of a [nodes, heads].
+        grad_target: Gradient of b.
+        grad: Gradient of the features as values; written over.
+        grad_key: Gradient of the features as keys of the prior, in memory [heads, nodes, features].
     """
     n, h, d = features.shape
     if n == 0:

@@ -227,7 +227,7 @@ def edge_backward_kernel(
 
 @triton.jit
 def _sum_of_run(X, POSITIONS, BEGIN, run, heads, H, IN_ORDER: tl.constexpr, BE: tl.constexpr, HB: tl.constexpr):
-    """Return the sum of what the edges of a run have, which stand IN_ORDER or at POSITIONS."""
+    """Return the sum over the edges of a run, whose entries stand IN_ORDER or at POSITIONS."""
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
     acc = tl.zeros([BE, HB], tl.float32)
     for start in range(begin, end, BE):

@@ -2,7 +2,7 @@
 
 The formulas, and their arithmetic, are those of dense attention (`ops/attention/kl_kernels.py`): c of a key is one number
 per source and head here, weighted by the source's out-degree, and a row's mass comes from its log-sum-exp. Entries of
-[nodes, heads] are numbered through; every program leaves one number, and their sum is the KL.
+[nodes, heads] are numbered consecutively; every program leaves one number, and their sum is the KL.
 """
 
 import triton
@@ -25,7 +25,7 @@ def edge_alpha_kernel(
     LOG_PRIOR, BEGIN, ROWS, ALPHA, KL, stride_n, stride_h, ENTRIES, H, weight, log_alpha_shift, slope, constant,
     PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """α of every source and head from ln Ψ, 0 for nobody's source, and this program's share of Σ_j outdegree_j c_j."""
+    """α of every source and head from ln Ψ, 0 where no edge begins, and this program's share of Σ_j outdegree_j c_j."""
     program = tl.program_id(0)
     entry = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < ENTRIES

@@ -22,7 +22,7 @@ class PairScores(NamedTuple):
     Attributes:
         source: a of every node that may be a source.
         target: b of every node that may be a target.
-        negative_slope: Of the LeakyReLU; not negative, so that the sign of a score is that of the sum.
+        negative_slope: Slope of the LeakyReLU; not negative, so that the sign of a score is that of the sum.
 
     Example:
         >>> import torch
@@ -52,7 +52,7 @@ class FeatureScores(NamedTuple):
             compute the products.
         att_source: GAT's vector for sources.
         att_target: For targets.
-        negative_slope: Of the LeakyReLU; not negative.
+        negative_slope: Slope of the LeakyReLU; not negative.
 
     Example:
         >>> import torch

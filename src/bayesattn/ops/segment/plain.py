@@ -34,7 +34,7 @@ def sum_by_target(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "r *f
 def softmax(
     scores: Float[Tensor, "e h"], edges: Edges, log_noise: Float[Tensor, "e h"] | None = None
 ) -> Float[Tensor, "e h"]:
-    """Return exp(Φ_e + noise) over the sum of it on the edges of the same target; the noise may be overwritten."""
+    """Return exp(Φ_e + noise) divided by its sum over the edges of the same target; the noise may be overwritten."""
     scores = scores if log_noise is None else scores + log_noise
     return torch.exp(scores - lift_target(logsumexp(scores, edges), edges))
 

@@ -1,8 +1,8 @@
 """Weibull attention on edges with its KL by few kernels: three forward, two backward.
 
-On a graph of some ten thousand nodes the host is the bottleneck: every torch operation, its gradient and every autograd node
-cost it more time than the GPU. The common case, a KL whose prior is one number or one number per source, therefore
-has kernels of its own and one autograd node (`weibull_node.py`). All else uses the torch operations of `triton.py`.
+On a graph of about ten thousand nodes the host is the bottleneck: every torch operation, gradient and autograd node
+costs it more time than the GPU. The common case, a KL whose prior is one number or one number per source, therefore
+has kernels of its own and one autograd node (`weibull_node.py`). Everything else uses the torch operations of `triton.py`.
 """
 
 import functools
