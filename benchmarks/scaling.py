@@ -1,4 +1,4 @@
-"""Weak scaling: examples a second on one and on two processes, each with the same number of examples, in one run.
+"""Weak scaling: examples per second on one and on two processes, each with the same number of examples, in one run.
 
     python benchmarks/scaling.py --out benchmarks/results/cpu/scaling.csv
 
@@ -52,7 +52,7 @@ class Encoder(Experiment):
 
 
 def work(rank: int, world: int, port: int, result: str) -> None:
-    """Train in one of `world` processes; the first writes the examples a second of all."""
+    """Train in one of `world` processes; the first writes the examples per second of all."""
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()})
@@ -72,7 +72,7 @@ def work(rank: int, world: int, port: int, result: str) -> None:
 
 
 def measure(world: int, result: Path) -> float:
-    """Return examples a second on `world` processes."""
+    """Return examples per second on `world` processes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -170,7 +170,7 @@ def coco_name(coco, image):
 
 
 def write_vqa2(folder, *, features=("train", "val"), change=lambda asked, answered: None, name=coco_name):
-    """Three questions a split about two images in the official layout, with 3 and 5 regions of 6 channels."""
+    """Three questions per split about two images in the official layout, with 3 and 5 regions of 6 channels."""
     (folder / "features").mkdir(parents=True)
     rng = np.random.default_rng(0)
     for number, coco in enumerate(("train2014", "val2014")):

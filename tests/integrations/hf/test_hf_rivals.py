@@ -28,7 +28,7 @@ def choice(name, **options) -> AttentionChoice:
 
 
 class Caller(nn.Module):
-    """Code of one's own around torch's function, two query heads a key head."""
+    """Code of one's own around torch's function, two query heads per key head."""
 
     def __init__(self):
         super().__init__()
