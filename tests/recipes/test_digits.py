@@ -78,7 +78,8 @@ def test_scrambled_images_keep_their_grey_values_and_lose_their_labels():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: data.load_splits(7), "train_size must be from 20 to 400, got 7"),
+        (lambda: load_config("wc", ["train_size=7"]), "wc.yaml: train_size must be at least 20, got 7"),
+        (lambda: load_config("wc", ["train_size=401"]), "wc.yaml: train_size must be at most 400, got 401"),
         (
             lambda: data.shift(data.load_splits(200)["test"], "up"),
             "kind must be one of 'rotated', 'moved', 'blurred', got 'up'",

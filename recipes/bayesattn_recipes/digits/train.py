@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
 from bayesattn.evaluation.threads import one_thread
@@ -40,7 +41,7 @@ class DigitsConfig:
         attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
         training: Epochs, batch size, KL schedule.
         seed: Initialization, batch order, dropout and attention noise.
-        train_size: Training images.
+        train_size: Training images, 20 to 400.
         width: Features of a token.
         num_heads: Attention heads.
         num_layers: Encoder layers.
@@ -53,7 +54,7 @@ class DigitsConfig:
     attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=100, batch_size=50))
     seed: Seed = 0
-    train_size: Count = 200
+    train_size: Annotated[int, Field(ge=20, le=400)] = 200
     width: Count = 32
     num_heads: Count = 4
     num_layers: Count = 1

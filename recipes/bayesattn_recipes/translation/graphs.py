@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.noise.keyed import is_keyed
-from bayesattn_recipes.common.recorded import Recordings
 from bayesattn_recipes.translation.decoder import Decoder, Unrolled
+from bayesattn_recipes.translation.recorded import Recordings
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
 MODES = get_args(Mode)
