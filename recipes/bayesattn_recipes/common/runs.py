@@ -177,9 +177,17 @@ def write_record(out: Path, recipe: str, config: RunConfig, model: nn.Module, lo
     )
 
 
-@runtime_checkable
-class TrainRun(Protocol):
-    """How the command line and tables over seeds start a run of any recipe."""
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+    """The `train_run` of a recipe, which the command line and tables over seeds call.
+
+    Attributes:
+        recipe: Its name.
+        build: Makes the experiment from a config and the folder of the data sets.
+    """
+
+    recipe: str
+    build: Callable[[Any, Path | None], Experiment]
 
     def __call__(
         self,
@@ -193,31 +201,8 @@ class TrainRun(Protocol):
         tensorboard: bool = False,
     ) -> MetricLog:
         """Train and write a run folder; `data` is the folder of the data sets, the rest as in `train_run`."""
-        ...
-
-
-def make_train_run(recipe: str, build: Callable[[Any, Path | None], Experiment]) -> TrainRun:
-    """Return the `train_run` of a recipe, with all options of a run.
-
-    Args:
-        recipe: Its name.
-        build: Makes the experiment from a config and the folder of the data sets.
-    """
-
-    def run(
-        config: RunConfig,
-        out: Path,
-        on_progress: Callable[[int, int], Any] = lambda done, total: None,
-        *,
-        data: Path | None = None,
-        overwrite: bool = False,
-        resume: bool = False,
-        tensorboard: bool = False,
-    ) -> MetricLog:
         flags = {"overwrite": overwrite, "resume": resume, "tensorboard": tensorboard}
-        return train_run(recipe, config, lambda: build(config, data), out, on_progress, **flags)
-
-    return run
+        return train_run(self.recipe, config, lambda: self.build(config, data), out, on_progress, **flags)
 
 
 def load_run_config(folder: Path, cls: type[Config], recipe: str) -> Config:

@@ -141,7 +141,7 @@ def build_experiment(config: DigitsConfig, data: Path | None = None) -> DigitsEx
     return DigitsExperiment(config)
 
 
-train_run = one_thread()(runs.make_train_run(RECIPE, build_experiment))
+train_run = one_thread()(runs.TrainRun(RECIPE, build_experiment))
 
 
 def load_run(folder: Path) -> tuple[DigitsConfig, DigitClassifier]:

@@ -37,7 +37,7 @@ def fit(
     return experiment.model, log
 
 
-train_run = one_thread()(runs.make_train_run(RECIPE, build_experiment))
+train_run = one_thread()(runs.TrainRun(RECIPE, build_experiment))
 
 
 def load_run(folder: Path, data: Path | None = None) -> tuple[GraphConfig, GraphAttentionNetwork, Graph]:

@@ -197,7 +197,7 @@ def train_model(
     return Fitted(experiment.model, experiment.prepared, log)
 
 
-train_run = runs.make_train_run(RECIPE, LanguageExperiment)
+train_run = runs.TrainRun(RECIPE, LanguageExperiment)
 
 
 def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path | None) -> None:

@@ -177,7 +177,7 @@ def build_experiment(config: TranslationConfig, data: Path | None = None) -> Tra
     return TranslationExperiment(config, load_splits(config.dataset, data))
 
 
-train_run = runs.make_train_run(RECIPE, build_experiment)
+train_run = runs.TrainRun(RECIPE, build_experiment)
 
 
 def train_on(

@@ -171,7 +171,7 @@ def fit(
     return runs.fit(config, lambda: build_experiment(config, data), on_progress)
 
 
-train_run = one_thread()(runs.make_train_run(RECIPE, build_experiment))
+train_run = one_thread()(runs.TrainRun(RECIPE, build_experiment))
 
 
 def load_run(folder: Path) -> tuple[VQAConfig, MCAN]:
