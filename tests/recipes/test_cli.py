@@ -188,7 +188,7 @@ def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe must be one of 'captioning', 'digits'"),
+        (["train", "cats", "--config", "wc", "--out", "OUT"], "recipe must be one of 'bench', 'captioning', 'digits'"),
         (
             ["train", "digits", "--config", "zz", "--out", "OUT"],
             "config must be one of lc, lf, nokl, soft, wc, wf, or the path of a YAML file, got 'zz'",
