@@ -11,6 +11,7 @@ import bayesattn
 import bayesattn_recipes as recipes
 from bayesattn.cli import main
 from bayesattn.cli.registry import Recipe
+from bayesattn.evaluation.report import figures
 
 TINY = [
     f"--set={setting}"
@@ -174,7 +175,9 @@ def test_report_writes_one_page(run, tmp_path, capsys):
     assert f"report: {page}" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys):
+def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys, monkeypatch):
+    # the page of the test above has its figures; drawing them again takes most of the time
+    monkeypatch.setattr(figures, "draw_all", lambda groups: [])
     assert call("demo", "--out", tmp_path, "--seeds", 2, "--samples", 2, "--epochs", 1) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("soft, no draws", "soft, MC dropout", "BAM-WC, draws", "report.html"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.report import figures, measure_run, write_report
 from bayesattn.evaluation.runs import read_predictions, write_predictions
 from bayesattn_recipes.graph import demo, reproduce
 from bayesattn_recipes.graph.config import load_config_graph
@@ -203,7 +203,9 @@ def test_a_cell_is_the_run_of_its_seed(monkeypatch, tmp_path):
     assert cell["num_epochs"] == 3
 
 
-def test_demo_prints_one_row_per_attention_and_prediction(tmp_path):
+def test_demo_prints_one_row_per_attention_and_prediction(tmp_path, monkeypatch):
+    # the report of this recipe is drawn in a test above
+    monkeypatch.setattr(figures, "draw_all", lambda groups: [])
     console = Console(width=80, record=True, file=io.StringIO())
     page = demo.run_demo(tmp_path, num_seeds=2, num_samples=2, epochs=2, console=console)
     text = console.export_text()
