@@ -2,15 +2,18 @@
 
     with score_sensitivity() as calls:
         d = target(model(x))                       # one number per example
-    squares = torch.autograd.grad(d.sum(), [call.anchor for call in calls], allow_unused=True)
+    torch.autograd.grad(d.sum(), calls[0].anchor, allow_unused=True)
+    squares = [call.squares for call in calls]     # None where d does not depend on the call
 
-Every Bayesian module that runs inside the scope adds a `Call`. Its output passes through an identity whose second input, the
-anchor, is all zeros and belongs to no parameter. In the backward pass the anchor receives Σ_i (∂d/∂Φ_ij)² as its gradient:
-one value per example, head and key. So the forward pass is the model's own to the last bit, one backward pass through the
-activations gives all layers, and parameters need no gradient. One entry per call: ALBERT runs one module twelve times.
+Every Bayesian module that runs inside the scope adds a `Call`. Its output passes through an identity with a second input,
+the anchor, a zero that all calls of the scope share and that belongs to no parameter. In the backward pass the identity
+writes Σ_i (∂d/∂Φ_ij)² into its call: one value per example, head and key. So the forward pass is the model's own to the
+last bit, one backward pass through the activations gives all layers, and parameters need no gradient. One entry per call:
+ALBERT runs one module twelve times.
 
-Nodes of a graph mix, so their squares cannot be added up on the way. There the anchor is added to the scores of the edges:
-its gradient is theirs, one number at a time; or it has a direction, and the number's tangent along it is asked for.
+Nodes of a graph mix, so their squares cannot be added up on the way. There every call has an anchor that is added to the
+scores of the edges: its gradient is theirs, one number at a time; or it has a direction, and the number's tangent along
+it is asked for.
 """
 
 import threading
@@ -31,19 +34,23 @@ from bayesattn.ops.segment.edges import Edges
 _local = threading.local()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One attention call inside `score_sensitivity()`.
 
     Attributes:
         module: Who made it.
-        anchor: Receives Σ_i (∂d/∂Φ_ij)² as its gradient; on edges, where it is part of the scores, ∂d/∂Φ_e.
+        anchor: What a backward pass differentiates by; on edges it is part of the scores, and its gradient is ∂d/∂Φ_e.
         edges: The edges, where it is on some.
+        shape: Examples, heads and keys, where it is not on edges.
+        squares: Σ_i (∂d/∂Φ_ij)² of the last backward pass that came through; None before.
     """
 
     module: nn.Module
-    anchor: Float[Tensor, "b h n"] | Float[Tensor, "e h"]
+    anchor: Float[Tensor, ""] | Float[Tensor, "e h"]
     edges: Edges | None = None
+    shape: tuple[int, ...] = ()
+    squares: Float[Tensor, "b h n"] | None = None
 
 
 @contextmanager
@@ -55,11 +62,11 @@ def score_sensitivity(direction: Callable[[nn.Module, Tensor], Tensor] | None = 
     """
     if is_open():
         raise RuntimeError("score_sensitivity() was opened inside score_sensitivity(); close the outer scope first")
-    _local.calls, _local.direction = [], direction
+    _local.calls, _local.direction, _local.anchor = [], direction, torch.zeros((), requires_grad=True)
     try:
         yield _local.calls
     finally:
-        _local.calls = _local.direction = None
+        _local.calls = _local.direction = _local.anchor = None
 
 
 def is_open() -> bool:
@@ -71,7 +78,7 @@ def through_scores(scores: Float[Tensor, "*bh m n"], module: nn.Module) -> Float
     """Return the scores as they are, and add the call to the open scope. For scores of any kind, before the softmax."""
     shape = scores.shape
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
-    return _ThroughScores.apply(full, _new_anchor(full, full.shape, module)).reshape(shape)
+    return _ThroughScores.apply(full, _local.anchor, _new_call(module, full.shape)).reshape(shape)
 
 
 def through_edges(scores: Float[Tensor, "e h"], edges: Edges, module: nn.Module) -> Float[Tensor, "e h"]:
@@ -103,44 +110,45 @@ def through_attention(
         module: Who made the call.
         options: Mask, bias, scale and so on, as for `squared_score_gradients`.
     """
-    anchor = _new_anchor(query, (*query.shape[:3], key.shape[2]), module)
-    kept = kept_log_sum_exp(output)
-    return _ThroughAttention.apply(output, anchor, query.detach(), key.detach(), value.detach(), kept, options)
+    tensors = (query.detach(), key.detach(), value.detach())
+    call = _new_call(module, (*query.shape[:3], key.shape[2]))
+    return _ThroughAttention.apply(output, _local.anchor, *tensors, kept_log_sum_exp(output), call, options)
 
 
-def _new_anchor(like: Tensor, shape: tuple[int, ...], module: nn.Module) -> Float[Tensor, "b h n"]:
+def _new_call(module: nn.Module, shape: tuple[int, ...]) -> Call:
     b, h, _, n = shape
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    anchor = torch.zeros((b, h, n), dtype=dtype, device=like.device, requires_grad=True)
-    _local.calls.append(Call(module, anchor))
-    return anchor
+    call = Call(module, _local.anchor, shape=(b, h, n))
+    _local.calls.append(call)
+    return call
 
 
 class _ThroughScores(torch.autograd.Function):
-    """Identity on scores; the anchor's gradient is the square of what passes, summed over queries."""
+    """Identity on scores; what passes on the way back is squared, summed over queries and given to the call."""
 
     @staticmethod
-    def forward(ctx, scores: Tensor, anchor: Tensor) -> Tensor:
-        ctx.dtype = anchor.dtype
+    def forward(ctx, scores: Tensor, anchor: Tensor, call: Call) -> Tensor:
+        ctx.call = call
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return grad, grad.to(ctx.dtype).square().sum(dim=-2)
+        ctx.call.squares = grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum(dim=-2)
+        return grad, None, None
 
 
 class _ThroughAttention(torch.autograd.Function):
-    """Identity on an attention output; the anchor's gradient is what the output's gradient says about the scores."""
+    """Identity on an attention output; the call is given what the output's gradient says about the scores."""
 
     @staticmethod
-    def forward(ctx, output, anchor, query, key, value, log_sum_exp: Tensor | None, options: dict) -> Tensor:
+    def forward(ctx, output, anchor, query, key, value, log_sum_exp: Tensor | None, call: Call, options: dict) -> Tensor:
         # the output is the very tensor that a fused attention keeps for its own backward pass
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.options = options
+        ctx.call, ctx.options = call, options
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return grad, squared_score_gradients(grad, *ctx.saved_tensors, **ctx.options), None, None, None, None, None
+        ctx.call.squares = squared_score_gradients(grad, *ctx.saved_tensors, **ctx.options)
+        return grad, None, None, None, None, None, None, None

@@ -149,9 +149,12 @@ def require_number(number: Any) -> None:
 
 def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, str], *, is_last: bool) -> list[CallVariance]:
     require_number(number)
-    anchors = [call.anchor for call in calls]
-    found = torch.autograd.grad(number.sum(), anchors, allow_unused=True, retain_graph=not is_last)
-    squares = [torch.zeros_like(call.anchor) if x is None else x for call, x in zip(calls, found, strict=True)]
+    for call in calls:
+        call.squares = None
+    torch.autograd.grad(number.sum(), calls[0].anchor, allow_unused=True, retain_graph=not is_last)
+    if all(call.squares is None for call in calls):
+        raise ValueError("target does not depend on the attention, only on inputs that need a gradient themselves")
+    squares = [number.new_zeros(call.shape) if call.squares is None else call.squares for call in calls]
     levels = [log_noise_variance(call.module.config) for call in calls]  # type: ignore[arg-type]
     alike = _stacked(squares) if len(set(levels)) == 1 else None
     scaled = [x * level for x, level in zip(squares, levels, strict=True)] if alike is None else (alike * levels[0]).unbind()

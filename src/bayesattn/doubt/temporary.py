@@ -16,6 +16,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize, restore
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.convert.hosted import HostedAttention
+from bayesattn.convert.modes import all_modules
 from bayesattn.nn import BayesianModule
 
 # the config of a plain model for the call; without a KL it needs no prior, so no parameters are added
@@ -35,7 +36,7 @@ def bayesian(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    modules = list(model.modules())
+    modules = all_modules(model)
     if any(isinstance(module, BayesianModule) for module in modules):
         if config is not None:
             raise ValueError("config is given and the model is Bayesian already. Leave it out, or call restore(model) first")
@@ -58,7 +59,7 @@ def bayesian(
         # a layer that became another class keeps state between calls, which only `restore` removes
         if all(isinstance(part, HostedAttention) for part in names):
             _KNOWN[model] = _Conversion(config, names, before)
-        yield names, list(model.modules())
+        yield names, all_modules(model)
     finally:
         restore(model)
 
