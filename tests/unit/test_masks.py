@@ -2,7 +2,8 @@
 
 import torch
 
-from bayesattn.convert.masks import as_band, key_padding, split_mask
+from bayesattn.convert import masks
+from bayesattn.convert.masks import as_band, key_padding, note_making, split_mask
 
 
 def padding(b=3, m=5, n=7) -> torch.Tensor:
@@ -65,3 +66,31 @@ def test_numbers_are_split_at_what_libraries_write_for_never():
     allowed, bias = split_mask(mask)
     assert allowed.tolist() == [True, True, True, False, False, False, True]
     torch.testing.assert_close(bias, torch.tensor([0.5, -9.0, -79.5, 0.0, 0.0, 0.0, torch.nan]), equal_nan=True)
+
+
+def test_a_mask_whose_maker_noted_it_is_not_looked_at(monkeypatch):
+    """Inside a compiler and during CUDA-graph capture `look_once` returns None."""
+    monkeypatch.setattr(masks, "look_once", lambda *_: None)
+    keys = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    mask = keys[:, None, None].expand(2, 1, 6, 6).contiguous()
+    assert key_padding(mask) is mask
+    note_making(mask, keys, is_causal=False)
+    assert torch.equal(key_padding(mask), keys[:, None, None])
+    triangle = torch.ones(6, 6, dtype=torch.bool).tril() & mask
+    assert as_band(triangle) == (triangle, False, None)
+    note_making(triangle, keys, is_causal=True)
+    # it is no mask of keys alone, and with a window something else is asked for
+    assert key_padding(triangle) is triangle
+    assert as_band(triangle, 3) == (triangle, False, None)
+    found, is_causal, window = as_band(triangle)
+    assert torch.equal(found, keys[:, None, None])
+    assert (is_causal, window) == (True, None)
+
+
+def test_a_note_without_keys_means_that_all_exist_and_ends_when_the_mask_changes(monkeypatch):
+    monkeypatch.setattr(masks, "look_once", lambda *_: None)
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    note_making(mask, None, is_causal=False)
+    assert key_padding(mask) is None
+    mask[0, 0, 3, 2] = False
+    assert key_padding(mask) is mask

@@ -1,13 +1,49 @@
 """Attention masks as other libraries pass them, split into what our functions take: a boolean mask and an additive bias."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from bayesattn.ops.attention.masking import look_once, split_bias
 
-# attributes of a mask that store the results of `key_padding` and `as_band`
-_MEMO, _BAND_MEMO, _KEYS = "_bayesattn_is_one_row", "_bayesattn_is_band", "_bayesattn_keys"
+# attributes of a mask that store the results of `key_padding` and `as_band`, and what its maker said about it
+_MEMO, _BAND_MEMO, _KEYS, _MAKING = "_bayesattn_is_one_row", "_bayesattn_is_band", "_bayesattn_keys", "_bayesattn_making"
+
+
+class Making(NamedTuple):
+    """How a mask was made, which its values need not be looked at for.
+
+    Attributes:
+        keys: Keys that exist, (b, 1, 1, n); None is all.
+        is_causal: Whether a query has keys up to its own position only; else all queries have the same keys.
+        version: Of the mask when it was made; None inside a compiler, where it cannot change unseen.
+    """
+
+    keys: Bool[Tensor, "b 1 1 n"] | None
+    is_causal: bool
+    version: int | None
+
+
+def note_making(mask: Bool[Tensor, "b 1 m n"], keys: Bool[Tensor, "b n"] | None, is_causal: bool) -> None:
+    """Remember on a mask that it is `keys` for every query, below the diagonal if `is_causal`.
+
+    So a mask that is made inside a compiler or CUDA-graph capture, where the host cannot look at values, still becomes a
+    mask of keys. It also saves the wait everywhere else.
+    """
+    setattr(mask, _MAKING, Making(None if keys is None else keys[:, None, None], is_causal, _version(mask)))
+
+
+def _making(mask: Tensor, is_causal: bool) -> Making | None:
+    """Return how a mask was made, if that is known, still true and of this kind."""
+    making = getattr(mask, _MAKING, None)
+    return making if making is not None and making.is_causal == is_causal and making.version == _version(mask) else None
+
+
+def _version(mask: Tensor) -> int | None:
+    # tensors of inference mode have none, and cannot change outside of it
+    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
 
 def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[Tensor, "..."] | None]:
@@ -32,12 +68,16 @@ def combine_bias(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first + second
 
 
-def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"]:
+def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"] | None:
     """Return a mask as one row where all its rows are equal: a mask of keys, which costs much less, above all on a GPU.
 
-    This is looked up once per mask, not once per layer, because on a GPU the host has to wait for the answer. During
-    compilation or CUDA-graph capture it cannot wait, and the mask stays as it is.
+    Where its maker did not say so (`note_making`), this is looked up once per mask, not once per layer, because on a GPU the
+    host has to wait for the answer. During compilation or CUDA-graph capture it cannot wait, and the mask stays as it is.
+    None where it is known to allow everything.
     """
+    making = _making(mask, False)
+    if making is not None:
+        return making.keys
     if mask.shape[2] == 1 or mask.numel() == 0:
         return mask
     if mask.stride(2) == 0:
@@ -59,6 +99,9 @@ def as_band(
     """
     if mask is None or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or mask.shape[2] == 1:
         return mask, False, None
+    making = _making(mask, True)
+    if making is not None and window is None:
+        return making.keys, True, None
 
     def is_band(given: Tensor) -> Tensor:
         triangle = torch.ones(given.shape[2:], dtype=torch.bool, device=given.device).tril()

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
-from bayesattn.convert.masks import combine_bias, key_padding, split_mask
+from bayesattn.convert.masks import combine_bias, key_padding, note_making, split_mask
 from bayesattn.nn import AttentionWeights
 
 # neither "sdpa" nor "flash" nor "flex_attention" may occur in it: transformers would run their support checks
@@ -155,7 +155,7 @@ def _score_arguments(
     if mask is not None:
         # transformers repeats the padding for every query; a causal mask has different rows
         mask = key_padding(mask) if bias is None and not is_causal else mask
-        if mask.shape[-1] != key.shape[2]:
+        if mask is not None and mask.shape[-1] != key.shape[2]:
             mask, bias = (None if x is None else x[..., : key.shape[2]] for x in (mask, bias))
     scale = kwargs.get("scaling")
     return {
@@ -186,6 +186,27 @@ def _dropout(module: nn.Module, child: HFAttention, given: float) -> float:
     return rate
 
 
+def noted_sdpa_mask(**arguments: Any) -> Tensor | None:
+    """Make the mask that transformers makes for `sdpa`, and note on it how, so that nobody has to look at its values.
+
+    transformers writes out the padding once per query. Where it combined nothing else with it (sliding windows, packed
+    sequences), the function that it was made by is one of two.
+    """
+    mask = sdpa_mask(**arguments)
+    function, keys = arguments.get("mask_function"), arguments.get("attention_mask")
+    is_causal = function is causal_mask_function
+    if mask is None or not (is_causal or function is bidirectional_mask_function):
+        return mask
+    # a cache moves queries and keys against each other
+    offset = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
+    is_plain = offset == (0, 0) and (keys is None or (keys.dtype == torch.bool and keys.shape[-1] == mask.shape[-1]))
+    if is_plain and (not is_causal or mask.shape[2] == mask.shape[3]):
+        note_making(mask, keys, is_causal)
+    return mask
+
+
 AttentionInterface.register(ATTENTION_NAME, bayesian_attention)
+# the same masks for every model, with a note on them
+AttentionMaskInterface.register("sdpa", noted_sdpa_mask)
 # read only for a model loaded with attn_implementation="bayesattn", which would silently lose its masks without it
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, noted_sdpa_mask)
