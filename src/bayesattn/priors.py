@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
-from bayesattn.ops.prior.nodes import NodePrior
+from bayesattn.ops.prior.nodes import KeyPrior, NodePrior
 from bayesattn.precision import upcast
 
 # the fused network holds a block of keys and the whole first matrix in registers
@@ -105,12 +105,12 @@ class ContextualPrior(nn.Module):
             key: Keys, split into heads.
             valid: Keys that at least one query may attend to; None means all.
         """
-        if self._runs_fused(key):
-            # only now: a machine without a GPU need not have triton
-            from bayesattn.ops.prior import triton
+        fused = self.fused(key, valid)
+        return contextual_log_prior(self.logits(key), valid) if fused is None else fused.log_prior()
 
-            return triton.log_prior(key.detach() if self.detach_keys else key, *self._weights, valid)
-        return contextual_log_prior(self.logits(key), valid)
+    def fused(self, key: Float[Tensor, "b h n d"], valid: Bool[Tensor, "#b #h n"] | None = None) -> KeyPrior | None:
+        """Return the kernels' inputs for ln Ψ, or None where torch must compute it; arguments as above."""
+        return KeyPrior(key, self._weights, valid, self.detach_keys) if self._runs_fused(key) else None
 
     def of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> Float[Tensor, "n h"]:
         """Return ln Ψ of the nodes of a graph.

@@ -94,7 +94,7 @@ def graph(dtype: torch.dtype, variant: str, preset: str = "default", *, longest:
     import bayesattn as ba
     from bayesattn import priors
     from bayesattn.integrations.pyg import BayesianGATConv
-    from bayesattn.ops.prior import triton as prior_ops
+    from bayesattn.ops.prior import launch as prior_ops
     from bayesattn.ops.segment import launch, support
 
     # the kernels are only compiled, so tensors may be on a CPU

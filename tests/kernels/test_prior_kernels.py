@@ -54,24 +54,24 @@ def test_equals_the_plain_network_with_all_gradients(shape, per_head):
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_program_of_the_backward_pass_may_have_many_blocks(per_head, monkeypatch):
-    from bayesattn.ops.prior import triton as prior_ops
+    from bayesattn.ops.prior import launch as prior_ops
 
     monkeypatch.setitem(prior_ops.PROGRAMS, torch.float32, 5)
-    prior_ops._backward_launch.cache_clear()  # it has looked at the number
+    prior_ops.backward_launch.cache_clear()  # it has looked at the number
     compare(*both((3, 2, 131, 24), per_head=per_head))
-    prior_ops._backward_launch.cache_clear()
+    prior_ops.backward_launch.cache_clear()
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_the_nodes_of_a_graph_are_many_keys(per_head, monkeypatch):
-    from bayesattn.ops.prior import triton as prior_ops
+    from bayesattn.ops.prior import launch as prior_ops
 
     monkeypatch.setattr(prior_ops, "MANY_KEYS", 100)
-    for launches in (prior_ops._forward_launches, prior_ops._backward_launch):
+    for launches in (prior_ops.forward_launches, prior_ops.backward_launch):
         launches.cache_clear()  # they have looked at the number
     valid = torch.rand(2, 1, 131, device=DEVICE) > 0.4
     compare(*both((2, 2, 131, 24), valid=valid, per_head=per_head, spoil_masked=True))
-    for launches in (prior_ops._forward_launches, prior_ops._backward_launch):
+    for launches in (prior_ops.forward_launches, prior_ops.backward_launch):
         launches.cache_clear()
 
 

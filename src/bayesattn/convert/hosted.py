@@ -14,6 +14,7 @@ from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.ops.attention import observers, reference
 from bayesattn.ops.attention.support import INTERPRETED
+from bayesattn.ops.prior.nodes import KeyPrior
 from bayesattn.precision import upcast, without_autocast
 
 CHILD_NAME = "bayes"
@@ -111,7 +112,7 @@ class HostedAttention(BayesianModule):
                 mask, is_causal, window = as_band(mask, window)
             else:
                 window = None
-            log_prior = self._log_prior(key, mask, query.shape[1])
+            log_prior = self._log_prior(key, mask, query.shape[1], may_wait=True)
             output, kl = functional.attention(
                 query, key, value, config=self.config, log_prior=log_prior, mask=mask, bias=bias, is_causal=is_causal,
                 window=window, scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
@@ -196,9 +197,12 @@ class HostedAttention(BayesianModule):
         return functional.attention_weights(scores, config=self.config, log_prior=log_prior, mask=mask, sample=False)[1]
 
     def _log_prior(
-        self, key: Float[Tensor, "b hk n d"], mask: Tensor | None, num_heads: int
-    ) -> Float[Tensor, "b h 1 n"] | None:
-        """Return ln Ψ of the keys that some query may attend to, for every query head, if the KL is wanted."""
+        self, key: Float[Tensor, "b hk n d"], mask: Tensor | None, num_heads: int, *, may_wait: bool = False
+    ) -> Float[Tensor, "b h 1 n"] | KeyPrior | None:
+        """Return ln Ψ of the keys that some query may attend to, for every query head, if the KL is wanted.
+
+        If it `may_wait`, where kernels can compute it on their way it is not computed yet.
+        """
         if self.bayes_prior is None or not self.needs_kl:
             return None
         key_heads, valid = key.shape[1], None
@@ -210,6 +214,10 @@ class HostedAttention(BayesianModule):
                 # it
                 valid = valid.unflatten(1, (key_heads, -1)).any(dim=2)
             valid = valid.expand(*valid.shape[:2], key.shape[2])
+        if may_wait and num_heads == key_heads:
+            fused = self.bayes_prior.fused(key, valid)
+            if fused is not None:
+                return fused
         prior = self.bayes_prior(key, valid)
         return prior if num_heads == key_heads else prior.repeat_interleave(num_heads // key_heads, dim=1)
 

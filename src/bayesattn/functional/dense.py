@@ -17,6 +17,7 @@ from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax, split_bias
 from bayesattn.ops.attention.statistics import row_statistics, score_statistics
 from bayesattn.ops.attention.support import Call, why_not_blocked, why_not_triton
+from bayesattn.ops.prior.nodes import KeyPrior
 from bayesattn.precision import as_autocast, shared, upcast, without_autocast
 from bayesattn.scalars import check_choice, check_rate
 
@@ -96,7 +97,7 @@ def attention(
     value: Float[Tensor, "b hk n dv"],
     *,
     config: AttentionConfig,
-    log_prior: Float[Tensor, "#b prior_heads 1 n"] | None = None,
+    log_prior: Float[Tensor, "#b prior_heads 1 n"] | KeyPrior | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     is_causal: bool = False,
@@ -119,7 +120,8 @@ def attention(
         key: Keys; `hk` divides the query heads (grouped-query attention).
         value: Values.
         config: Which posterior, prior and conventions.
-        log_prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared.
+        log_prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared; or what
+            `ContextualPrior.fused` returns, which the kernels compute on their way.
         mask: Boolean, True where a query may attend; combined with `is_causal`.
         bias: Added to the scores; broadcastable to `b h m n`. Where it is −80 or less a query may not attend.
         is_causal: Query i attends to keys up to i.
@@ -149,9 +151,12 @@ def attention(
     shape = checks.query_key_value(query, key, value)
     checks.window(window, is_causal)
     given = Allowed(checks.mask(mask, shape), is_causal, shape, window)
-    log_prior = checks.log_prior(log_prior, shape, config, need_kl, key_heads=key.shape[1])
+    waiting = log_prior if isinstance(log_prior, KeyPrior) else None
+    if waiting is None:
+        log_prior = checks.log_prior(log_prior, shape, config, need_kl, key_heads=key.shape[1])
+    given_prior = log_prior if waiting is None else waiting.weights[0]
     checks.bias(bias, shape)
-    checks.same_device("query", query.device, key=key, value=value, mask=mask, log_prior=log_prior, bias=bias)
+    checks.same_device("query", query.device, key=key, value=value, mask=mask, log_prior=given_prior, bias=bias)
     check_rate("dropout_p", dropout_p)
     check_choice("backend", backend, BACKENDS)
     allowed, added = given, bias
@@ -160,7 +165,8 @@ def attention(
         visible = visible if given.mask is None else given.mask & visible
         allowed = Allowed(checks.mask(visible, shape), is_causal, shape, window)
     if check_finite:
-        checks.finite(query=query, key=key, value=value, bias=added, log_prior=log_prior, mask=allowed.mask)
+        prior = log_prior if waiting is None else waiting.log_prior()
+        checks.finite(query=query, key=key, value=value, bias=added, log_prior=prior, mask=allowed.mask)
     if is_observing_entropy():
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         options = {"mask": allowed.mask, "bias": added, "is_causal": is_causal, "scale": factor}
@@ -172,6 +178,8 @@ def attention(
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl)
         chosen = _choose(backend, call)
+        if waiting is not None and chosen != "triton":
+            log_prior = waiting.log_prior()
         options = {"config": config, "log_prior": log_prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
         with without_autocast(query.device.type):
             if chosen == "triton":
@@ -186,6 +194,7 @@ def attention(
         return output, zeros_like_kl(query) if need_kl and kl is None else kl
     kl = None
     if need_kl:
+        log_prior = log_prior if waiting is None else waiting.log_prior()
         query, key = shared(query), shared(key)
         with without_autocast(query.device.type):
             factor = query.shape[-1] ** -0.5 if scale is None else scale

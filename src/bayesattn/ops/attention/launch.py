@@ -257,7 +257,9 @@ def rows_first(x: Tensor, length: int, features: int, dtype: torch.dtype | None 
 
     Models split heads off the last axis. So outputs and gradients in this order need no copy on their way back.
     """
-    return x.new_empty((x.shape[0], length, x.shape[1], features), dtype=dtype or x.dtype).transpose(1, 2)
+    b, h = x.shape[:2]
+    strides = (length * h * features, features, h * features, 1)
+    return x.new_empty_strided((b, h, length, features), strides, dtype=dtype or x.dtype)
 
 
 def queries_first(out: Tensor) -> Tensor:

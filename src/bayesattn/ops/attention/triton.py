@@ -41,6 +41,7 @@ from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
 from bayesattn.ops.common.launch import prepared
 from bayesattn.ops.once import once_differentiable
+from bayesattn.ops.prior.nodes import KeyPrior
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8
@@ -52,7 +53,7 @@ def attention(
     value: Float[Tensor, "b hk n dv"],
     *,
     config: AttentionConfig,
-    log_prior: Float[Tensor, "#b #h 1 n"] | None,
+    log_prior: Float[Tensor, "#b #h 1 n"] | KeyPrior | None,
     allowed: Allowed,
     scale: float,
     seed: noise.Seed | None,
@@ -62,6 +63,7 @@ def attention(
     """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
     dv = value.shape[-1]
     if dv % ROW_MULTIPLE or query.shape[-1] % ROW_MULTIPLE:
+        log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
         query, key, value = (F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in (query, key, value))
     weibull = config.family == "weibull"
     strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
@@ -69,6 +71,7 @@ def attention(
     if need_kl and is_one_node(log_prior, allowed, config):
         output, kl = weibull_attention(query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p)
         return _narrowed(output, dv), kl
+    log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
     mu = None
     if need_kl and not weibull:
         b, h, _, n = allowed.shape

@@ -42,6 +42,8 @@ from bayesattn.ops.attention.launch import (
 from bayesattn.ops.attention.masking import num_entries
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.common.tape import Tape
+from bayesattn.ops.prior.launch import launch_prior, launch_prior_gradient, prior_sums_shape
 
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}
 # entries of a tile of queries, keys or values for which four warps are enough
@@ -91,6 +93,8 @@ class Problem(NamedTuple):
     divergence: Divergence
     noise: Noise
     scale: float
+    # of the network that computes ln Ψ on the way: how many there are, and their hidden width
+    network: tuple[int, int] | None = None
 
     @property
     def mask(self) -> Layout | None:
@@ -160,13 +164,14 @@ class Workspace(NamedTuple):
         return torch.split_with_sizes(memory, self.sizes)
 
 
-def kept_arrays(query: Sequence[int], keys: int, block: int) -> Workspace:
-    """Return the arrays that the forward pass keeps: both LSEs, P_j, sums of blocks, and the KL's weights.
+def kept_arrays(query: Sequence[int], keys: int, block: int, has_network: bool = False) -> Workspace:
+    """Return the arrays that the forward pass keeps: both LSEs, P_j, sums of blocks, the KL's weights, and a network's ln Ψ.
 
     Args:
         query: Shape of the queries.
         keys: How many keys there are.
         block: How many rows are added up.
+        has_network: Whether ln Ψ is computed on the way.
 
     The sums are of queries, of LSEs and numbers of rows, of queries in whole blocks, of keys, and of α.
     """
@@ -175,17 +180,21 @@ def kept_arrays(query: Sequence[int], keys: int, block: int) -> Workspace:
     sums = rows * blocks * d
     return Workspace.of(
         rows * m, rows * m, rows * keys, rows * blocks_of(m, block) * d, rows * blocks_of(m, block) * 2, sums, sums,
-        rows * blocks, rows,
+        rows * blocks, rows, rows * keys if has_network else 0,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _arrays(problem: Problem, in_one_pass: bool) -> tuple[Workspace, Workspace]:
-    """Return the arrays that are kept, and those of the backward pass: δ, dLSE, dT, and what rows of dQ start from."""
-    (b, h, m, d), n = problem.query.shape, problem.key.shape[2]
+    """Return the arrays that are kept, and those of the backward pass.
+
+    The latter are δ, dLSE, dT, what rows of dQ start from, and a network's d ln Ψ.
+    """
+    (b, h, m, d), n, has_network = problem.query.shape, problem.key.shape[2], problem.network is not None
     rows = b * h
     start = 0 if in_one_pass else m * d if problem.band.is_causal else d
-    return kept_arrays(problem.query.shape, n, problem.block), Workspace.of(rows * m, rows * m, rows * n, rows * start)
+    own = Workspace.of(rows * m, rows * m, rows * n, rows * start, rows * n if has_network else 0)
+    return kept_arrays(problem.query.shape, n, problem.block, has_network), own
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -223,40 +232,115 @@ def _backward_launches(
     return prepare, *gradients
 
 
+class Plan:
+    """A problem with its launches, which are looked up once.
+
+    Attributes:
+        forward: Launches of the forward pass.
+        backward: Of the backward pass, by strides of its gradients and by whether it runs in one pass.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.forward = problem, Tape()
+        self.kept = _arrays(problem, True)[0]
+        self.backward: dict[tuple, Tape] = {}
+        b, h, _, _ = problem.query.shape
+        self.kl_shape = (b, h * problem.blocks)
+        self.network_sums = None if problem.network is None else prior_sums_shape(problem.key, problem.network)
+
+
+plan_of = functools.lru_cache(maxsize=MOST_LAUNCHES)(Plan)
+
+
 def run_forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, prior: Tensor | None, valid: Tensor | None, seed: Tensor
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Tensor | None,
+    valid: Tensor | None,
+    seed: Tensor,
+    weights: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, KL, and the memory of `kept_arrays`."""
-    b, h, m, _ = query.shape
+    """Return output, KL, and the memory of `kept_arrays`; with the weights of a network, ln Ψ is computed on the way."""
+    out = rows_first(query, query.shape[2], value.shape[-1])
+    kept = query.new_empty(plan.kept.total, dtype=torch.float32)
+    kl = query.new_empty(plan.kl_shape, dtype=torch.float32)
+    arrays = (query, key, value, prior, valid, seed, *weights, out, kl, kept)
+    if not plan.forward.replay(arrays):
+        with plan.forward.recording(arrays):
+            _launch_forward(plan, query, key, value, prior, valid, seed, weights, out, kl, kept)
+    return out, kl.sum(dim=1), kept
+
+
+def _launch_forward(plan, query, key, value, prior, valid, seed, weights, out, kl, kept) -> None:
+    problem = plan.problem
     attend, divergence = _forward_launches(problem)
-    arrays, _ = _arrays(problem, True)
-    out = rows_first(query, m, value.shape[-1])
-    kept = query.new_empty(arrays.total, dtype=torch.float32)
-    kl = query.new_empty((b, h * problem.blocks), dtype=torch.float32)
-    lse, clean, products, query_sums, row_sums, others, key_sums, alpha_sums, weight = arrays.parts(kept)
+    lse, clean, products, query_sums, row_sums, others, key_sums, alpha_sums, weight, own_prior = plan.kept.parts(kept)
+    if problem.network is not None:
+        prior = own_prior
+        # the logits are read before P_j is written
+        launch_prior(problem.key, problem.network, key, weights, valid, products, prior)
     # an unused pointer still has to be valid
     attend(query, key, value, *optional_pointers(valid, None, seed), out, lse, clean, lse, lse, query_sums, row_sums)
     divergence(
         query, key, clean, lse, clean if prior is None else prior, clean if valid is None else valid, query_sums, row_sums,
         kl, weight, products, others, key_sums, alpha_sums,
     )  # fmt: skip
-    return out, kl.sum(dim=1), kept
 
 
 def run_backward(
-    problem: Problem, grad: Tensor, grad_kl: Tensor, inputs: Sequence[Any], out: Tensor, kept: Tensor
+    plan: Plan,
+    grad: Tensor,
+    grad_kl: Tensor,
+    inputs: Sequence[Any],
+    out: Tensor,
+    kept: Tensor,
+    weights: Sequence[Tensor] = (),
+    need_prior_key: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and ln Ψ, from those of `run_forward`'s output and KL."""
+    """Return the gradients of query, key, value and ln Ψ, from those of `run_forward`'s output and KL.
+
+    With the weights of a network, the last is the gradient of all of them, one after the other; that of ln Ψ in the keys is
+    left out unless `need_prior_key`.
+    """
     query, key, value, prior, valid, seed = inputs
-    b, h, _, d = query.shape
-    in_one_pass = one_pass(max(d, value.shape[-1]))
-    arrays, own = _arrays(problem, in_one_pass)
-    lse, clean, products, _, _, others, key_sums, alpha_sums, weight = arrays.parts(kept)
-    delta, grad_lse, grad_columns, start = own.parts(kept.new_empty(own.total))
-    prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
+    in_one_pass = one_pass(max(query.shape[-1], value.shape[-1]))
+    way = (grad.stride(), grad_kl.stride(0), in_one_pass, need_prior_key)
+    tape = plan.backward.get(way)
+    if tape is None:
+        tape = plan.backward[way] = Tape()
+    own = kept.new_empty(_arrays(plan.problem, in_one_pass)[1].total)
     grad_query = new_grad_query(query, in_one_pass)
     grad_key, grad_value = (rows_first(x, x.shape[2], x.shape[3]) for x in (key, value))
-    grad_prior = None if prior is None else kept.new_empty((b, h, 1, key.shape[2]))
+    grad_prior = None if prior is None else kept.new_empty((*query.shape[:2], 1, key.shape[2]))
+    prior_key = key.new_empty(key.shape) if need_prior_key else None
+    sums = kept.new_empty(plan.network_sums) if weights else None
+    arrays = (
+        query, key, value, prior, valid, seed, *weights, out, kept, grad, grad_kl, own, grad_query, grad_key, grad_value,
+        grad_prior, prior_key, sums,
+    )  # fmt: skip
+    if not tape.replay(arrays):
+        with tape.recording(arrays):
+            _launch_backward(plan, *arrays[:6], weights, *arrays[6 + len(weights) :], in_one_pass)
+    if sums is not None:
+        grad_prior = sums.sum(dim=0)
+    if prior_key is not None:
+        grad_key += prior_key
+    return finished(grad_query, query.dtype), grad_key, grad_value, grad_prior
+
+
+def _launch_backward(
+    plan, query, key, value, prior, valid, seed, weights, out, kept, grad, grad_kl, own, grad_query, grad_key, grad_value,
+    grad_prior, prior_key, sums, in_one_pass,
+) -> None:  # fmt: skip
+    problem = plan.problem
+    arrays, own_arrays = _arrays(problem, in_one_pass)
+    lse, clean, products, _, _, others, key_sums, alpha_sums, weight, own_prior = arrays.parts(kept)
+    delta, grad_lse, grad_columns, start, own_grad_prior = own_arrays.parts(own)
+    if problem.network is not None:
+        prior, grad_prior = own_prior, own_grad_prior
+    prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
     prepare(
         key, out, grad, grad_kl, products, clean, clean if prior is None else prior, clean if valid is None else valid,
         weight, key_sums, alpha_sums, delta, start, grad_query, grad_columns, grad_lse,
@@ -266,4 +350,5 @@ def run_backward(
     gradients(*read, grad_columns, others, grad_query, grad_key, grad_value, None)
     if last is not None:
         last(*read, start, grad_query)
-    return finished(grad_query, query.dtype), grad_key, grad_value, grad_prior
+    if problem.network is not None:
+        launch_prior_gradient(problem.key, problem.network, key, weights, valid, prior, grad_prior, prior_key, sums)

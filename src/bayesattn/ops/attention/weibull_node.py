@@ -8,22 +8,35 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bayesattn.config import AttentionConfig
-from bayesattn.ops.attention.launch import Band, Noise, aligned, layout, like_gradients, queries_first, rows_first, sum_block
+from bayesattn.ops.attention.launch import (
+    Band,
+    Layout,
+    Noise,
+    aligned,
+    layout,
+    like_gradients,
+    queries_first,
+    rows_first,
+    sum_block,
+)
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.weibull import Divergence, Problem, kept_arrays, run_backward, run_forward
+from bayesattn.ops.attention.weibull import Divergence, Problem, kept_arrays, plan_of, run_backward, run_forward
 from bayesattn.ops.once import once_differentiable
+from bayesattn.ops.prior import launch as prior_launch
+from bayesattn.ops.prior.nodes import KeyPrior
+from bayesattn.ops.prior.triton import unflatten
 
 # the kernel multiplies four numbers of the size of α, which is Ψ or βΨ
 LARGEST_ALPHA = 1e6
 
 
-def is_one_node(log_prior: Tensor | None, allowed: Allowed, config: AttentionConfig) -> bool:
+def is_one_node(log_prior: Tensor | KeyPrior | None, allowed: Allowed, config: AttentionConfig) -> bool:
     """Whether the mask depends on positions and keys only, and nothing is empty."""
     mask = allowed.mask
     return (
         config.family == "weibull"
         and (mask is None or mask.shape[1] == mask.shape[2] == 1)
-        and (log_prior is None or log_prior.dtype == torch.float32)
+        and (log_prior is None or isinstance(log_prior, KeyPrior) or log_prior.dtype == torch.float32)
         and max(config.gamma_beta, config.gamma_alpha) <= LARGEST_ALPHA
         and min(allowed.shape) > 0
     )
@@ -33,7 +46,7 @@ def weibull_attention(
     query: Float[Tensor, "b h m d"],
     key: Float[Tensor, "b hk n d"],
     value: Float[Tensor, "b hk n dv"],
-    log_prior: Float[Tensor, "#b #h 1 n"] | None,
+    log_prior: Float[Tensor, "#b #h 1 n"] | KeyPrior | None,
     allowed: Allowed,
     config: AttentionConfig,
     seed: Tensor,
@@ -46,40 +59,62 @@ def weibull_attention(
     valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
     divergence, band = Divergence.of(config), Band(allowed.is_causal, allowed.window)
     if torch.compiler.is_compiling():
+        log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
         prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
         numbers, forms = [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
         out, kl, _ = weibull_forward(query, key, value, prior, valid, seed, numbers, forms, *band)
         return out, kl
     noise = Noise(True, strength, dropout, seed.ndim > 0)
-    return _WeibullAttention.apply(query, key, value, log_prior, valid, seed, band, divergence, noise, scale)
+    if isinstance(log_prior, KeyPrior) and n > prior_launch.MANY_KEYS:
+        log_prior = log_prior.log_prior()
+    if isinstance(log_prior, KeyPrior):
+        given, weights, need_key = None, log_prior.weights, not log_prior.is_detached
+    else:
+        given, weights, need_key = log_prior, (None,) * 4, False
+    return _WeibullAttention.apply(query, key, value, given, *weights, need_key, valid, seed, band, divergence, noise, scale)
 
 
 class _WeibullAttention(torch.autograd.Function):
+    """Query, key, value, and ln Ψ or the network that gives it, to output and KL."""
+
     @staticmethod
-    def forward(ctx: Any, query, key, value, log_prior, valid, seed, *options):
+    def forward(ctx: Any, query, key, value, log_prior, w_in, b_in, w_out, b_out, need_prior_key, valid, seed, *options):
         # options: band, divergence, noise, scale
         query, key, value = aligned(query), aligned(key), aligned(value)
-        prior = None if log_prior is None else log_prior.expand(*query.shape[:2], 1, key.shape[2])
-        prior = prior if prior is None or prior.stride(-1) == 1 else prior.contiguous()
-        layouts = layout(query), layout(key), layout(value), layout(prior)
-        ctx.problem = Problem(*layouts, valid is not None, *options)
-        inputs = (query, key, value, prior, valid, seed)
-        out, kl, kept = run_forward(ctx.problem, *inputs)
-        ctx.save_for_backward(*inputs, out, kept)
+        prior, weights, network = None, (), None
+        of_query, of_key = layout(query), layout(key)
+        b, h, n = of_query.shape[0], of_query.shape[1], of_key.shape[2]
+        if w_in is not None:
+            weights = (w_in.contiguous(), b_in.contiguous(), w_out.contiguous(), b_out.contiguous())
+            network, of_prior = (w_in.shape[0], w_in.shape[2]), Layout((b, h, 1, n), (h * n, n, n, 1), torch.float32)
+        else:
+            prior = None if log_prior is None else log_prior.expand(b, h, 1, n)
+            prior = prior if prior is None or prior.stride(-1) == 1 else prior.contiguous()
+            of_prior = layout(prior)
+        ctx.plan = plan = plan_of(Problem(of_query, of_key, layout(value), of_prior, valid is not None, *options, network))
+        out, kl, kept = run_forward(plan, query, key, value, prior, valid, seed, weights)
+        ctx.save_for_backward(query, key, value, prior, valid, seed, out, kept, *weights)
         ctx.prior_shape = None if log_prior is None else log_prior.shape
+        ctx.need_prior_key = need_prior_key
         ctx.set_materialize_grads(False)
         return out, kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad, grad_kl):
-        *inputs, out, kept = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        (*inputs, out, kept), weights = saved[:8], saved[8:]
         grad = torch.zeros_like(out) if grad is None else aligned(grad)
         grad_kl = kept.new_zeros(len(out)) if grad_kl is None else grad_kl
-        *grads, grad_prior = run_backward(ctx.problem, grad, grad_kl, inputs, out, kept)
-        if grad_prior is not None and grad_prior.shape != ctx.prior_shape:
+        need_key = ctx.need_prior_key and ctx.needs_input_grad[1]
+        *grads, grad_prior = run_backward(ctx.plan, grad, grad_kl, inputs, out, kept, weights, need_key)
+        to_weights = (None,) * 4
+        if weights:
+            grad_prior, to_weights = None, unflatten(grad_prior, weights)
+        elif grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
-        return *grads, grad_prior, *([None] * 6)
+        # whether the prior's keys count, valid, seed, band, divergence, noise, scale
+        return *grads, grad_prior, *to_weights, *([None] * 7)
 
 
 @torch.library.custom_op("bayesattn::weibull_forward", mutates_args=())
@@ -97,7 +132,8 @@ def weibull_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`run_forward` as an operator for torch.compile, whose schema takes the numbers and names of `_problem_of`."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    return run_forward(_problem_of(inputs, numbers, forms, Band(is_causal, window)), *inputs)  # type: ignore[call-issue]  (six, which are not counted)
+    plan = plan_of(_problem_of(inputs, numbers, forms, Band(is_causal, window)))
+    return run_forward(plan, *inputs)  # type: ignore[call-issue]  (six, which are not counted)
 
 
 def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str, band: Band) -> Problem:
@@ -138,7 +174,7 @@ def weibull_backward(
     """`run_backward` as an operator for torch.compile; without a prior its gradient is empty."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
     problem = _problem_of(inputs, numbers, forms, Band(is_causal, window))
-    *grads, grad_prior = run_backward(problem, aligned(grad), grad_kl, inputs, queries_first(out), kept)
+    *grads, grad_prior = run_backward(plan_of(problem), aligned(grad), grad_kl, inputs, queries_first(out), kept)
     return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four)
 
 

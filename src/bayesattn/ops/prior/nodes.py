@@ -1,4 +1,4 @@
-"""The contextual prior of a graph's nodes, not yet computed: attention on edges may do so in its own autograd node."""
+"""The contextual prior, not yet computed: attention may do so in its own autograd node."""
 
 from typing import NamedTuple
 
@@ -30,3 +30,25 @@ class NodePrior(NamedTuple):
         from bayesattn.ops.prior import triton
 
         return triton.log_prior_of_nodes(*self)
+
+
+class KeyPrior(NamedTuple):
+    """Keys and network whose kernels give ln Ψ of every key.
+
+    Attributes:
+        key: Features of every key, split into heads; those of the attention call itself.
+        weights: W₁, b₁, W₂ and b₂, as in `priors.ContextualPrior`.
+        valid: Keys that exist; None is all.
+        is_detached: Whether the keys get no gradient from it.
+    """
+
+    key: Float[Tensor, "b h n d"]
+    weights: tuple[Tensor, Tensor, Tensor, Tensor]
+    valid: Bool[Tensor, "#b #h n"] | None
+    is_detached: bool
+
+    def log_prior(self) -> Float[Tensor, "b h 1 n"]:
+        """Return ln Ψ of every key, by an autograd node of its own."""
+        from bayesattn.ops.prior import triton
+
+        return triton.log_prior(self.key.detach() if self.is_detached else self.key, *self.weights, self.valid)

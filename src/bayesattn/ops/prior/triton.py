@@ -1,6 +1,5 @@
 """The contextual prior as one autograd node over the kernels."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -8,19 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from bayesattn.ops.attention.launch import MOST_LAUNCHES, Layout, aligned, blocks_of, grid_of, layout, padded
-from bayesattn.ops.attention.support import INTERPRETED
-from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.attention.launch import Layout, aligned, layout
 from bayesattn.ops.once import once_differentiable
-from bayesattn.ops.prior import kernels
-
-BLOCK_KEYS, BLOCK = 64, 256
-# a head with more keys than this (nodes of a graph) gets wide blocks for its one program, and its sum is computed once
-MANY_KEYS, WIDE_BLOCK = 8192, 4096
-# keys of a block and programs of the backward pass, which also holds its sums in registers: two or four programs for each
-# multiprocessor of a large GPU
-GRAD_KEYS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
-PROGRAMS = {torch.bfloat16: 264, torch.float16: 512, torch.float32: 512}
+from bayesattn.ops.prior import launch as launching
+from bayesattn.ops.prior.launch import backward_launch, forward_launches
 
 
 def log_prior(
@@ -48,44 +38,6 @@ def log_prior_of_nodes(
     return _LogNodePrior.apply(key, weight_in, bias_in, weight_out, bias_out, used)
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None) -> tuple[Launch, Launch]:
-    """Return the launches of the logits and of their log-softmax; `valid`: its strides over examples and heads."""
-    b, h, n, d = key.shape
-    logits = prepared(
-        kernels.prior_logits_kernel, grid_of(n, BLOCK_KEYS, b * h), *key.strides[:3], h, networks, n, d, hidden,
-        **_shared(d, hidden), BN=BLOCK_KEYS,
-    )  # fmt: skip
-    sizes = {"BLOCK": WIDE_BLOCK, "num_warps": 8} if n > MANY_KEYS else {"BLOCK": BLOCK}
-    softmax = prepared(
-        kernels.prior_softmax_kernel, (b * h,), *(valid or (0, 0)), h, n, HAS_VALID=valid is not None, **sizes
-    )
-    return logits, softmax
-
-
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _backward_launch(
-    key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None, grad: tuple[int, ...], need_key: bool
-) -> tuple[Launch, tuple[int, int]]:
-    """Return the launch of all gradients, and rows and columns of the sums it fills; `grad`: the strides of ln Ψ's."""
-    b, h, n, d = key.shape
-    keys = GRAD_KEYS[key.dtype]
-    items = b * (h // networks) * blocks_of(n, keys)
-    rows, columns = min(items, blocks_of(PROGRAMS[key.dtype], networks)), networks * (d * hidden + 2 * hidden + 1)
-    launch = prepared(
-        kernels.prior_grad_kernel, (rows, networks), *key.strides[:3], *(valid or (0, 0)), grad[0], grad[1], grad[3],
-        h, networks, n, d, hidden, items, columns,
-        **_shared(d, hidden), BN=keys, BLOCK=BLOCK, HAS_VALID=valid is not None, HAS_TOTALS=n > MANY_KEYS,
-        NEED_KEY=need_key,
-    )  # fmt: skip
-    return launch, (rows, columns)
-
-
-def _shared(d: int, hidden: int) -> dict[str, int]:
-    """Return the constants of both kernels."""
-    return {"BD": padded(d), "BH": padded(hidden), "WIDEN": INTERPRETED}
-
-
 def _strides(valid: Tensor | None) -> tuple[int, int] | None:
     return None if valid is None else (valid.stride(0), valid.stride(1))
 
@@ -95,7 +47,7 @@ def _forward(key: Tensor, weights: Sequence[Tensor], valid: Tensor | None) -> Te
     (b, h, n, _), (networks, _, hidden) = key.shape, weights[0].shape
     logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
     out = torch.empty_like(logits)
-    compute, normalize = _forward_launches(layout(key), networks, hidden, _strides(valid))
+    compute, normalize = forward_launches(layout(key), networks, hidden, _strides(valid))
     compute(key, *weights, logits)
     normalize(logits, logits if valid is None else valid, out)
     return out
@@ -114,10 +66,10 @@ def _backward(
     """Return the gradients of the keys, if needed, and of the network, the latter one after the other."""
     networks, _, hidden = weights[0].shape
     grad_key = key.new_empty(key.shape) if need_key else None
-    launch, shape = _backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), need_key)
+    launch, shape = backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), need_key)
     sums = out.new_empty(shape)
     totals = out
-    if key.shape[2] > MANY_KEYS:
+    if key.shape[2] > launching.MANY_KEYS:
         # a masked key may have a gradient, which is dropped
         totals = (grad if valid is None else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
     launch(
@@ -140,7 +92,7 @@ class _LogPrior(torch.autograd.Function):
     def backward(ctx, grad):
         key, *weights, valid, out = ctx.saved_tensors
         grad_key, flat = _backward(grad, key, weights, valid, out, ctx.needs_input_grad[0])
-        return grad_key, *_unflatten(flat, weights), None
+        return grad_key, *unflatten(flat, weights), None
 
 
 @torch.library.custom_op("bayesattn::log_prior", mutates_args=())
@@ -189,13 +141,13 @@ def _keep(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad):
     *inputs, out = ctx.saved_tensors
     grad_key, flat = log_prior_backward(grad, *inputs, out, ctx.need_key)
-    return grad_key if ctx.need_key else None, *_unflatten(flat, inputs[1:5]), None
+    return grad_key if ctx.need_key else None, *unflatten(flat, inputs[1:5]), None
 
 
 log_prior_operator.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _unflatten(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def unflatten(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the gradients of the network from one array of all."""
     # as torch does with the buckets of DDP: one call instead of five (a split and four views)
     grads = _unflatten_dense_tensors(flat, weights)
@@ -214,7 +166,7 @@ def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tenso
     logits = key.new_empty((h, n), dtype=torch.float32)
     out = torch.empty_like(logits)
     networks, _, hidden = weights[0].shape
-    compute, normalize = _forward_launches(_nodes_layout(key), networks, hidden, (0, 0))
+    compute, normalize = forward_launches(_nodes_layout(key), networks, hidden, (0, 0))
     compute(key, *weights, logits)
     normalize(logits, used, out)
     return out.t()
@@ -227,12 +179,12 @@ def nodes_backward(
     (n, h, d), (networks, _, hidden) = key.shape, weights[0].shape
     grad_key = key.new_empty((h, n, d)) if need_key else None
     strides = (0, grad.stride(1), 0, grad.stride(0))
-    launch, shape = _backward_launch(_nodes_layout(key), networks, hidden, (0, 0), strides, need_key)
+    launch, shape = backward_launch(_nodes_layout(key), networks, hidden, (0, 0), strides, need_key)
     sums = out.new_empty(shape)
     # a node without an edge has no gradient
-    totals = grad.sum(dim=0) if n > MANY_KEYS else out
+    totals = grad.sum(dim=0) if n > launching.MANY_KEYS else out
     launch(key, *weights[:3], used, out, grad, totals, key if grad_key is None else grad_key, sums)
-    return grad_key, *_unflatten(sums.sum(dim=0), weights)
+    return grad_key, *unflatten(sums.sum(dim=0), weights)
 
 
 class _LogNodePrior(torch.autograd.Function):
