@@ -110,7 +110,7 @@ class ContextualPrior(nn.Module):
 
     def fused(self, key: Float[Tensor, "b h n d"], valid: Bool[Tensor, "#b #h n"] | None = None) -> KeyPrior | None:
         """Return the kernels' inputs for ln Ψ, or None where torch must compute it; arguments as above."""
-        return KeyPrior(key, self._weights, valid, self.detach_keys) if self._runs_fused(key) else None
+        return KeyPrior(key, self.weights(), valid, self.detach_keys) if self._runs_fused(key) else None
 
     def of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> Float[Tensor, "n h"]:
         """Return ln Ψ of the nodes of a graph.
@@ -130,7 +130,7 @@ class ContextualPrior(nn.Module):
         """Return the kernels' inputs for ln Ψ of the nodes, or None where torch must compute it; arguments as above."""
         if torch.compiler.is_compiling() or not self._runs_fused(key):
             return None
-        return NodePrior(key.detach() if self.detach_keys else key, *self._weights, used)
+        return NodePrior(key.detach() if self.detach_keys else key, *self.weights(), used)
 
     def logits(self, key: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n"]:
         """Return F₂(relu(F₁(K))); where the heads share a network, the leading axes may be any."""
@@ -143,9 +143,17 @@ class ContextualPrior(nn.Module):
         hidden = F.linear(key, self.weight_in.squeeze(0).T, self.bias_in.flatten()).relu_()
         return F.linear(hidden, self.weight_out.squeeze(0).T, self.bias_out.flatten()).squeeze(-1)
 
-    @property
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.weight_in, self.bias_in, self.weight_out, self.bias_out
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return W₁, b₁, W₂ and b₂."""
+        # by the dictionary: `self.weight_in` runs through Python code of torch
+        held = self._parameters
+        names = ("weight_in", "bias_in", "weight_out", "bias_out")
+        return tuple(held[name] if name in held else getattr(self, name) for name in names)  # type: ignore[return-value]
+
+    def signature(self) -> tuple:
+        """Return what decides how the network is computed, beside the keys."""
+        weight = self.weights()[0]
+        return weight.shape, weight.dtype, weight.get_device(), self.detach_keys
 
     def _runs_fused(self, key: Tensor) -> bool:
         # the kernels compute in float32

@@ -159,8 +159,8 @@ def test_no_warning_when_an_encoder_is_built_from_our_layer():
 
 def _backends(monkeypatch) -> list[str]:
     """Note which backend every sampled call takes."""
-    taken, choose = [], dense._choose
-    monkeypatch.setattr(dense, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
+    taken, choose = [], dense.choose
+    monkeypatch.setattr(dense, "choose", lambda *args: taken.append(choose(*args)) or taken[-1])
     return taken
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bayesattn import functional, sensitivity
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.masks import as_band
+from bayesattn.functional.repeated import Repeated, repeated, signature
 from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.ops.attention import observers, reference
@@ -18,6 +19,9 @@ from bayesattn.ops.prior.nodes import KeyPrior
 from bayesattn.precision import upcast, without_autocast
 
 CHILD_NAME = "bayes"
+# kinds of calls that a module remembers: enough for the lengths of a data set
+_MOST_KINDS = 1024
+_NO_WEIGHTS = (None,) * 4
 
 
 class HostedAttention(BayesianModule):
@@ -48,6 +52,8 @@ class HostedAttention(BayesianModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        # kinds of calls that were made, and how to repeat one; None where it has to be looked at every time
+        self._repeated: dict[tuple, Repeated | None] = {}
         self.register_buffer("settings", torch.empty(0, dtype=torch.uint8, device=device))
         self.init_bayesian(
             config, key_dim=key_dim, num_heads=num_heads, device=device, dtype=dtype, prior_name=name, weights=weights
@@ -64,6 +70,7 @@ class HostedAttention(BayesianModule):
     @config.setter
     def config(self, value: AttentionConfig) -> None:
         self._config = value
+        self._repeated.clear()
         self.settings = encode_settings(settings_of(self)).to(self.settings.device)
 
     @property
@@ -108,15 +115,13 @@ class HostedAttention(BayesianModule):
                 dropout_p=dropout_p, need_weights=need_weights,
             )  # fmt: skip
         if softcap is None and self.stream is None and not need_weights:
-            if bias is None and not is_causal and (query.is_cuda or INTERPRETED):
+            if bias is not None or is_causal or not (query.is_cuda or INTERPRETED):
+                window = None
+            elif mask is not None:
                 mask, is_causal, window = as_band(mask, window)
             else:
                 window = None
-            log_prior = self._log_prior(key, mask, query.shape[1], may_wait=True)
-            output, kl = functional.attention(
-                query, key, value, config=self.config, log_prior=log_prior, mask=mask, bias=bias, is_causal=is_causal,
-                window=window, scale=scale, dropout_p=dropout_p, sample=self.is_sampling, need_kl=self.needs_kl,
-            )  # fmt: skip
+            output, kl = self._attend_fused(query, key, value, mask, bias, is_causal, window, scale, dropout_p)
             return self.record(output, kl), None
         with without_autocast(query.device.type):
             scores, mask = self._scores(query, key, mask, bias, is_causal, scale, softcap)
@@ -125,6 +130,30 @@ class HostedAttention(BayesianModule):
             dropped = nn.functional.dropout(weights, dropout_p)
             output = reference.weighted_values(dropped, value)
         return self.record(output, kl), weights.to(query.dtype) if need_weights else None
+
+    def _attend_fused(
+        self, query, key, value, mask, bias, is_causal, window, scale, dropout_p
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return output and KL of one draw; a call like an earlier one skips all that was found out then."""
+        need_kl, sample = self.needs_kl, self.is_sampling
+        found = signature(query, key, value, mask) if sample and bias is None else None
+        if found is not None:
+            prior = self.bayes_prior if need_kl else None
+            found = (*found, is_causal, window, scale, dropout_p, need_kl, None if prior is None else prior.signature())
+            known = self._repeated.get(found, False)
+            if known:
+                return known(query, key, value, mask, _NO_WEIGHTS if prior is None else prior.weights())
+        log_prior = self._log_prior(key, mask, query.shape[1], need_kl=need_kl, may_wait=True)
+        options = {
+            "config": self.config, "log_prior": log_prior, "mask": mask, "is_causal": is_causal, "window": window,
+            "scale": scale, "dropout_p": dropout_p, "need_kl": need_kl,
+        }  # fmt: skip
+        result = functional.attention(query, key, value, bias=bias, sample=sample, **options)
+        if found is not None and found not in self._repeated:
+            if len(self._repeated) >= _MOST_KINDS:
+                self._repeated.clear()
+            self._repeated[found] = repeated(query, key, value, **options)
+        return result
 
     def _attend_custom(self, query, key, value, *, dropout_p, need_weights, **options) -> tuple[Tensor, Tensor | None]:
         """Attend as `attend` does, with the custom weights in place of the softmax."""
@@ -197,13 +226,19 @@ class HostedAttention(BayesianModule):
         return functional.attention_weights(scores, config=self.config, log_prior=log_prior, mask=mask, sample=False)[1]
 
     def _log_prior(
-        self, key: Float[Tensor, "b hk n d"], mask: Tensor | None, num_heads: int, *, may_wait: bool = False
+        self,
+        key: Float[Tensor, "b hk n d"],
+        mask: Tensor | None,
+        num_heads: int,
+        *,
+        need_kl: bool = True,
+        may_wait: bool = False,
     ) -> Float[Tensor, "b h 1 n"] | KeyPrior | None:
         """Return ln Ψ of the keys that some query may attend to, for every query head, if the KL is wanted.
 
         If it `may_wait`, where kernels can compute it on their way it is not computed yet.
         """
-        if self.bayes_prior is None or not self.needs_kl:
+        if self.bayes_prior is None or not need_kl:
             return None
         key_heads, valid = key.shape[1], None
         if mask is not None:
@@ -228,6 +263,9 @@ class HostedAttention(BayesianModule):
             parts = kl.view(examples, -1)
             kl = parts.sum(dim=1) if self.kl_reduction == "sum" else parts.mean(dim=1)
         return super().record(output, kl)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_repeated": {}}
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         stored = state_dict.get(f"{prefix}settings")

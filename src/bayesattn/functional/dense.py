@@ -177,20 +177,22 @@ def attention(
         wants_kl = need_kl and config.has_kl
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl)
-        chosen = _choose(backend, call)
+        chosen = choose(backend, call)
         if waiting is not None and chosen != "triton":
             log_prior = waiting.log_prior()
         options = {"config": config, "log_prior": log_prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
-        with without_autocast(query.device.type):
-            if chosen == "triton":
-                # only now: a machine without a GPU need not have triton
-                from bayesattn.ops.attention import triton
+        if chosen == "triton":
+            # only now: a machine without a GPU need not have triton
+            from bayesattn.ops.attention import triton
 
-                output, kl = triton.attention(query, key, value, seed=seed, dropout_p=dropout_p, **options)
-            elif chosen == "blocked":
-                output, kl = blocked.attention(query, key, value, **options)
-            else:
-                output, kl = reference.attention(query, key, value, bias=added, seed=seed, dropout_p=dropout_p, **options)
+            output, kl = triton.attention(query, key, value, seed=seed, dropout_p=dropout_p, **options)
+        else:
+            with without_autocast(query.device.type):
+                if chosen == "blocked":
+                    output, kl = blocked.attention(query, key, value, **options)
+                else:
+                    options |= {"bias": added, "seed": seed, "dropout_p": dropout_p}
+                    output, kl = reference.attention(query, key, value, **options)
         return output, zeros_like_kl(query) if need_kl and kl is None else kl
     kl = None
     if need_kl:
@@ -203,7 +205,7 @@ def attention(
     return _mean_attention(query, key, value, given, bias, dropout_p, scale), kl
 
 
-def _choose(backend: Backend, call: Call) -> Backend:
+def choose(backend: Backend, call: Call) -> Backend:
     """Return the backend that runs a sampled call; one given by name runs or raises and is never replaced."""
     if backend == "auto":
         if call.query.device.type == "cuda":

@@ -114,6 +114,16 @@ def is_keyed() -> bool:
     return getattr(_local, "scope", None) is not None
 
 
+def is_open() -> bool:
+    """Return whether any thread is inside `keyed_noise`.
+
+    Example:
+        >>> is_open()
+        False
+    """
+    return bool(_open)
+
+
 def next_seeds(batch: int, device: torch.device) -> Int[Tensor, " b"] | None:
     """Return the seeds of the next call's batch entries, or None where no scope is open: then torch's generator draws.
 

@@ -5,6 +5,7 @@ clean scores and their column sums Σ_i Φ_ij (Weibull), or Σ_j (Φ_ij − μ_j
 (lognormal). Their gradients flow back through the same kernels. Memory is O(m + n).
 """
 
+import functools
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.backward_kernels import ROW_FOR_EACH
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
+    MOST_LAUNCHES,
     Band,
     Noise,
     aligned,
@@ -40,8 +42,10 @@ from bayesattn.ops.attention.launch import (
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
 from bayesattn.ops.common.launch import prepared
+from bayesattn.ops.common.tape import Tape
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import KeyPrior
+from bayesattn.precision import without_autocast
 
 # rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
 ROW_MULTIPLE = 8
@@ -71,31 +75,53 @@ def attention(
     if need_kl and is_one_node(log_prior, allowed, config):
         output, kl = weibull_attention(query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p)
         return _narrowed(output, dv), kl
+    if not need_kl:
+        options = (weibull, strength, scale, dropout_p, allowed.is_causal, allowed.window, False, False)
+        return _narrowed(fused_or_plain(query, key, value, allowed.mask, None, seed, *options)[0], dv), None
+    with without_autocast(query.device.type):
+        return _with_plain_kl(query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p, dv)
+
+
+def _with_plain_kl(
+    query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p, dv
+) -> tuple[Tensor, Tensor]:
+    """Return output and KL, the latter by torch from what the kernels return."""
+    weibull = config.family == "weibull"
     log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
     mu = None
-    if need_kl and not weibull:
+    if not weibull:
         b, h, _, n = allowed.shape
         location = lognormal_location(log_prior, allowed, config)
         # filled in on the device: CUDA-graph capture cannot copy from the host
         mu = location if isinstance(location, Tensor) else query.new_full((1,), location, dtype=torch.float32)
         mu = mu.float().expand(b, h, 1, n).contiguous()
-    need_lse = need_kl and (weibull or config.score_form == "log_softmax")
-    fused = attention_forward if torch.compiler.is_compiling() else _FusedAttention.apply if _is_derived() else _forward
-    output, _, lse, columns, first, second, _ = fused(
+    need_lse = weibull or config.score_form == "log_softmax"
+    output, _, lse, columns, first, second, _ = fused_or_plain(
         query, key, value, allowed.mask, mu, seed, weibull, strength, scale, dropout_p, allowed.is_causal, allowed.window,
-        need_lse, need_kl and weibull,
+        need_lse, weibull,
     )  # fmt: skip
     output = _narrowed(output, dv)
-    if not need_kl:
-        return output, None
     if weibull:
         return output, weibull_kl(columns, lse, log_prior, allowed, config)
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
+def fused_or_plain(*inputs: Any) -> tuple[Any, ...]:
+    """Return the results of `_forward`, as an operator inside a compiler, as an autograd node where gradients are on."""
+    if torch.compiler.is_compiling():
+        return attention_forward(*inputs)
+    return _FusedAttention.apply(*inputs) if _is_derived() else _forward(*inputs)
+
+
 def _narrowed(output: Tensor, dv: int) -> Tensor:
     # a full slice would be another autograd node, and the KL would not seem to come from the same node (`kl.record`)
     return output if output.shape[-1] == dv else output[..., :dv]
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _tape(direction: str, kind: tuple) -> Tape:
+    """Return the launches of one pass of a kind of call."""
+    return Tape()
 
 
 def _is_derived() -> bool:
@@ -132,16 +158,15 @@ def _forward(
         torch.empty_like(lse) if needed else None for needed in (need_lse, mu is not None, mu is not None)
     )
     if out.numel():
-        launch = forward_launch(
-            *map(layout, (query, key, value, mask, mu)),
-            Noise(weibull, strength, dropout, seed.ndim > 0),
-            scale,
-            Band(causal, window),
-            need_lse,
-        )
-        # an unused pointer still has to be valid
-        written = (lse if x is None else x for x in (clean, first, second))
-        launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, *written, lse, lse)
+        kind = (*map(layout, (query, key, value, mask, mu)), Noise(weibull, strength, dropout, seed.ndim > 0), scale)
+        kind = (*kind, Band(causal, window), need_lse)
+        arrays, tape = (query, key, value, mask, mu, seed, out, lse, clean, first, second), _tape("forward", kind)
+        if not tape.replay(arrays):
+            # an unused pointer still has to be valid
+            written = (lse if x is None else x for x in (clean, first, second))
+            with tape.recording(arrays):
+                launch = forward_launch(*kind)
+                launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, *written, lse, lse)
     columns, sums = None, None
     if need_columns:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
@@ -219,23 +244,32 @@ def _backward(
     if not (b and m):
         return finished(grad_query.zero_(), query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
-    launch = prepared(
-        backward_kernels.prepare_kernel, grid_of(m, 64, b * h), m, d, dv, h, *grad.stride()[:3], row_stride(start),
-        scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
-    )  # fmt: skip
-    launch(queries_first(out), grad, delta, start, grad_query)
+    out = queries_first(out)
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
     grad_columns = None if grad_columns is None else grad_columns.contiguous()
-    first, second = gradient_launches(
+    kind = (
         *map(layout, (query, key, value, mask, mu, grad)), (row_stride(sums), row_stride(start)),
         Noise(weibull, strength, dropout, seed.ndim > 0), scale, Band(causal, window), grad_lse is not None,
         0 if grad_columns is None else ROW_FOR_EACH.value, in_one_pass,
     )  # fmt: skip
-    clean = lse if clean is None else clean
-    read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, clean, delta, *rows)
-    first(*read, grad_columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
-    if second is not None:
-        second(*read, start, grad_query)
+    arrays = (
+        query, key, value, mask, mu, seed, out, lse, clean, sums, grad, *rows, grad_columns, start, delta, grad_query,
+        grad_key, grad_value, grad_mu,
+    )  # fmt: skip
+    tape = _tape("backward", kind)
+    if not tape.replay(arrays):
+        with tape.recording(arrays):
+            launch = prepared(
+                backward_kernels.prepare_kernel, grid_of(m, 64, b * h), m, d, dv, h, *grad.stride()[:3], row_stride(start),
+                scale, BM=64, BD=padded(d), BDV=padded(dv), COLUMNS=start is not None, ONE_PASS=in_one_pass,
+            )  # fmt: skip
+            launch(out, grad, delta, start, grad_query)
+            first, second = gradient_launches(*kind)
+            read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, lse if clean is None else clean)
+            read = (*read, delta, *rows)
+            first(*read, grad_columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
+            if second is not None:
+                second(*read, start, grad_query)
     return finished(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
 

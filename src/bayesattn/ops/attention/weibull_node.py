@@ -1,7 +1,7 @@
 """Weibull attention with its KL as one autograd node, which torch.compile sees as one operator."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,7 @@ from bayesattn.ops.attention.launch import (
     sum_block,
 )
 from bayesattn.ops.attention.masking import Allowed
-from bayesattn.ops.attention.weibull import Divergence, Problem, kept_arrays, plan_of, run_backward, run_forward
+from bayesattn.ops.attention.weibull import Divergence, Plan, Problem, kept_arrays, plan_of, run_backward, run_forward
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior import launch as prior_launch
 from bayesattn.ops.prior.nodes import KeyPrior
@@ -64,38 +64,89 @@ def weibull_attention(
         numbers, forms = [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
         out, kl, _ = weibull_forward(query, key, value, prior, valid, seed, numbers, forms, *band)
         return out, kl
-    noise = Noise(True, strength, dropout, seed.ndim > 0)
+    kind = Kind(band, divergence, Noise(True, strength, dropout, seed.ndim > 0), scale)
     if isinstance(log_prior, KeyPrior) and n > prior_launch.MANY_KEYS:
         log_prior = log_prior.log_prior()
     if isinstance(log_prior, KeyPrior):
-        given, weights, need_key = None, log_prior.weights, not log_prior.is_detached
+        return run(query, key, value, None, log_prior.weights, not log_prior.is_detached, valid, seed, kind)
+    return run(query, key, value, log_prior, _NO_WEIGHTS, False, valid, seed, kind)
+
+
+_NO_WEIGHTS = (None,) * 4
+
+
+class Kind(NamedTuple):
+    """The numbers and switches of a call."""
+
+    band: Band
+    divergence: Divergence
+    noise: Noise
+    scale: float
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_prior: Tensor | None,
+    weights: Sequence[Tensor | None],
+    need_prior_key: bool,
+    valid: Tensor | None,
+    seed: Tensor,
+    kind: Kind,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and KL.
+
+    Args:
+        query: As in `weibull_attention`, like key, value and seed.
+        key: As above.
+        value: As above.
+        log_prior: ln Ψ, if it is computed already.
+        weights: Of the network that computes it; otherwise four times None.
+        need_prior_key: Whether the network's keys get a gradient from it.
+        valid: Keys that exist, contiguous [b, 1, 1, n].
+        seed: As above.
+        kind: Numbers and switches.
+        plan: Of an earlier call with such tensors, to save the search for it.
+    """
+    return _WeibullAttention.apply(query, key, value, log_prior, *weights, need_prior_key, valid, seed, kind, plan)
+
+
+def plan_for(
+    query: Tensor, key: Tensor, value: Tensor, prior: Tensor | None, w_in: Tensor | None, has_valid: bool, kind: Kind
+) -> Plan:
+    """Return the plan of a call whose tensors are aligned."""
+    of_query, of_key, network = layout(query), layout(key), None
+    if w_in is None:
+        of_prior = layout(prior)
     else:
-        given, weights, need_key = log_prior, (None,) * 4, False
-    return _WeibullAttention.apply(query, key, value, given, *weights, need_key, valid, seed, band, divergence, noise, scale)
+        (b, h), n = of_query.shape[:2], of_key.shape[2]
+        network, of_prior = (w_in.shape[0], w_in.shape[2]), Layout((b, h, 1, n), (h * n, n, n, 1), torch.float32)
+    return plan_of(Problem(of_query, of_key, layout(value), of_prior, has_valid, *kind, network))
 
 
 class _WeibullAttention(torch.autograd.Function):
     """Query, key, value, and ln Ψ or the network that gives it, to output and KL."""
 
     @staticmethod
-    def forward(ctx: Any, query, key, value, log_prior, w_in, b_in, w_out, b_out, need_prior_key, valid, seed, *options):
-        # options: band, divergence, noise, scale
+    def forward(
+        ctx: Any, query, key, value, log_prior, w_in, b_in, w_out, b_out, need_prior_key, valid, seed, kind, plan
+    ):  # fmt: skip
+        given = query, key, value
         query, key, value = aligned(query), aligned(key), aligned(value)
-        prior, weights, network = None, (), None
-        of_query, of_key = layout(query), layout(key)
-        b, h, n = of_query.shape[0], of_query.shape[1], of_key.shape[2]
+        prior, weights = None, ()
         if w_in is not None:
             weights = (w_in.contiguous(), b_in.contiguous(), w_out.contiguous(), b_out.contiguous())
-            network, of_prior = (w_in.shape[0], w_in.shape[2]), Layout((b, h, 1, n), (h * n, n, n, 1), torch.float32)
-        else:
-            prior = None if log_prior is None else log_prior.expand(b, h, 1, n)
-            prior = prior if prior is None or prior.stride(-1) == 1 else prior.contiguous()
-            of_prior = layout(prior)
-        ctx.plan = plan = plan_of(Problem(of_query, of_key, layout(value), of_prior, valid is not None, *options, network))
+        elif log_prior is not None:
+            prior = log_prior.expand(*query.shape[:2], 1, key.shape[2])
+            prior = prior if prior.stride(-1) == 1 else prior.contiguous()
+        if plan is None or query is not given[0] or key is not given[1] or value is not given[2]:
+            plan = plan_for(query, key, value, prior, w_in, valid is not None, kind)
         out, kl, kept = run_forward(plan, query, key, value, prior, valid, seed, weights)
         ctx.save_for_backward(query, key, value, prior, valid, seed, out, kept, *weights)
+        ctx.plan, ctx.need_prior_key = plan, need_prior_key
         ctx.prior_shape = None if log_prior is None else log_prior.shape
-        ctx.need_prior_key = need_prior_key
         ctx.set_materialize_grads(False)
         return out, kl
 
@@ -108,13 +159,13 @@ class _WeibullAttention(torch.autograd.Function):
         grad_kl = kept.new_zeros(len(out)) if grad_kl is None else grad_kl
         need_key = ctx.need_prior_key and ctx.needs_input_grad[1]
         *grads, grad_prior = run_backward(ctx.plan, grad, grad_kl, inputs, out, kept, weights, need_key)
-        to_weights = (None,) * 4
+        to_weights = _NO_WEIGHTS
         if weights:
             grad_prior, to_weights = None, unflatten(grad_prior, weights)
         elif grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
-        # whether the prior's keys count, valid, seed, band, divergence, noise, scale
-        return *grads, grad_prior, *to_weights, *([None] * 7)
+        # whether the prior's keys count, valid, seed, kind, plan
+        return *grads, grad_prior, *to_weights, *([None] * 5)
 
 
 @torch.library.custom_op("bayesattn::weibull_forward", mutates_args=())

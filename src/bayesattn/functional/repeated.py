@@ -1,0 +1,109 @@
+"""Calls of `attention` that are like an earlier one: what was checked and looked up then is not checked and looked up again.
+
+A step of a model makes the same call in every layer. Checks, the choice of a backend and the search for the launches depend
+on shapes, strides, types and settings alone, so the caller keeps their result, and gives it tensors of the same kind.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesattn.config import AttentionConfig
+from bayesattn.entropy import is_observing_entropy
+from bayesattn.functional import dense
+from bayesattn.noise import draw_seed, keyed
+from bayesattn.ops.attention.masking import Allowed
+from bayesattn.ops.attention.support import Call
+from bayesattn.ops.prior.nodes import KeyPrior
+
+
+def signature(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple | None:
+    """Return what two calls must have in common, of their tensors; None where a call has to be looked at anew.
+
+    That is inside a compiler or a transform, and where an open scope wants something of the call.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or keyed.is_open()
+        or is_observing_entropy()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    # devices by number: a comparison of devices is slower
+    found = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype,
+        value.dtype, query.get_device(), key.get_device(), value.get_device(),
+    )  # fmt: skip
+    return found if mask is None else (*found, mask.shape, mask.stride(), mask.dtype, mask.get_device())
+
+
+class Repeated:
+    """A call of Weibull attention by the kernels, whose arguments were checked.
+
+    Args:
+        arguments: Of the kernels' operator after the tensors; with a KL, the settings of the call and its plan.
+        need_kl: Whether there is a KL to compute.
+        returns_zeros: Whether a KL of 0 is wanted.
+    """
+
+    def __init__(self, run: Any, arguments: tuple, need_kl: bool, returns_zeros: bool) -> None:
+        self.run, self.arguments, self.need_kl, self.returns_zeros = run, arguments, need_kl, returns_zeros
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return output and KL of one draw; `weights` are those of the prior's network, or four times None."""
+        seed = draw_seed(query.device)
+        if self.need_kl:
+            need_prior_key, *rest = self.arguments
+            return self.run(query, key, value, None, weights, need_prior_key, mask, seed, *rest)
+        output = self.run(query, key, value, mask, None, seed, *self.arguments)[0]
+        return output, dense.zeros_like_kl(query) if self.returns_zeros else None
+
+
+def repeated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: AttentionConfig,
+    log_prior: Tensor | KeyPrior | None,
+    mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+    need_kl: bool,
+) -> Repeated | None:
+    """Return how to repeat a call of `attention` that has just succeeded; None where it is not a simple one.
+
+    Simple are sampled Weibull calls by the kernels without a bias, whose prior is fixed or waits to be computed.
+    """
+    wants_kl = need_kl and config.has_kl
+    call = Call(query, key, value, config, None, scale, None, dropout_p, wants_kl)
+    is_even = query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0
+    if config.family != "weibull" or not is_even or dense.choose("auto", call) != "triton" or isinstance(log_prior, Tensor):
+        return None
+    from bayesattn.ops.attention import launch, triton, weibull, weibull_node
+
+    if any(launch.aligned(x) is not x for x in (query, key, value)) or 0 in (*query.shape, *key.shape):
+        return None
+    strength = 1.0 / config.weibull_k
+    if not wants_kl:
+        numbers = (True, strength, scale, dropout_p, is_causal, window, False, False)
+        return Repeated(triton.fused_or_plain, numbers, False, need_kl)
+    b, h, m, _ = query.shape
+    n = key.shape[2]
+    has_keys = mask is None or (mask.shape == (b, 1, 1, n) and mask.is_contiguous())
+    if not has_keys or n > weibull_node.prior_launch.MANY_KEYS:
+        return None
+    if not weibull_node.is_one_node(log_prior, Allowed(mask, is_causal, (b, h, m, n), window), config):
+        return None
+    noise, band = launch.Noise(True, strength, dropout_p, False), launch.Band(is_causal, window)
+    kind = weibull_node.Kind(band, weibull.Divergence.of(config), noise, scale)
+    w_in = None if log_prior is None else log_prior.weights[0]
+    plan = weibull_node.plan_for(query, key, value, None, w_in, mask is not None, kind)
+    needs_key = log_prior is not None and not log_prior.is_detached
+    return Repeated(weibull_node.run, (needs_key, kind, plan), True, False)
