@@ -5,7 +5,8 @@
 
 For each variant: time per step, time until the host is done launching, time the GPU is busy, launches, operators and
 synchronisations per layer, all from one warm process. Then who spends the host's time: operators and autograd nodes
-(torch.profiler), and Python functions of the forward pass (cProfile). On a CPU it runs too, without the GPU's columns.
+(torch.profiler), and Python functions of the forward pass (cProfile). Without a GPU, `fake_gpu.py` has
+the host's part.
 """
 
 import argparse

@@ -97,7 +97,7 @@ CASES: dict[str, list[Case]] = {
         Case("bert-base", "bert", ENCODER, 32, 128, modes=MODES),
         Case("bert-base", "bert", ENCODER, 32, 128, padding=32),
         Case("bert-base", "bert", ENCODER, 16, 512),
-        Case("bert-base", "bert", ENCODER, 16, 512, padding=128, modes=MODES),
+        Case("bert-base", "bert", ENCODER, 16, 512, padding=128),
         Case("albert-base", "albert", ALBERT_BASE, 16, 512, padding=128),
         Case("llama-150m", "llama", LLAMA, 8, 1024, modes=MODES),
     ],

@@ -76,7 +76,8 @@ class HostedAttention(BayesianModule):
     @property
     def prior_key_dim(self) -> int | None:
         """Features of a key that the contextual prior was built for."""
-        return None if self.bayes_prior is None else self.bayes_prior.weight_in.shape[1]
+        prior = self.bayes_prior
+        return None if prior is None else prior.weight_in.shape[1]
 
     @property
     def wakes_dropout(self) -> bool:

@@ -27,9 +27,9 @@ def masks_of(name, monkeypatch, padded=True):
     given, attend = [], HostedAttention.attend
     arguments = attention._score_arguments
 
-    def note_given(module, child, query, key, mask, kwargs):
+    def note_given(module, child, implementation, query, key, mask, kwargs):
         given.append(mask)
-        return arguments(module, child, query, key, mask, kwargs)
+        return arguments(module, child, implementation, query, key, mask, kwargs)
 
     def note(self, query, key, value, *, mask, is_causal, window=None, **options):
         band = convert_masks.as_band(mask, window)

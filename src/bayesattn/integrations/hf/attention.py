@@ -88,7 +88,8 @@ def bayesian_attention(
         )
     if child.is_idle:
         return _host_forward(module, child, query, key, value, attention_mask, kwargs)
-    arguments = _score_arguments(module, child, query, key, attention_mask, kwargs)
+    implementation = child.implementation
+    arguments = _score_arguments(module, child, implementation, query, key, attention_mask, kwargs)
     if not child.is_sampling and child.bayes_weights is None:
         output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
         # the registry's functions return heads after queries
@@ -99,7 +100,7 @@ def bayesian_attention(
         key,
         value,
         dropout_p=_dropout(module, child, kwargs.get("dropout", 0.0)),
-        need_weights=child.implementation == "eager",
+        need_weights=implementation == "eager",
         key_offset=_key_offset(module, child, query, key),
         window=kwargs.get("sliding_window"),
         **arguments,
@@ -130,19 +131,25 @@ def _host_forward(
 
 
 def _score_arguments(
-    module: nn.Module, child: HFAttention, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    child: HFAttention,
+    implementation: str,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """Translate the registry's arguments, with the meaning the original implementation gives them."""
-    implementation = child.implementation
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"the model's attention implementation must be one of {', '.join(IMPLEMENTATIONS)} while sampling, got "
             f"{implementation!r}. Change it with model.set_attn_implementation"
         )
-    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
-        if kwargs.get(name) is not None:
+    for name in UNSUPPORTED_ARGUMENTS.keys() & kwargs.keys():
+        if kwargs[name] is not None:
+            meaning = UNSUPPORTED_ARGUMENTS[name]
             raise ValueError(f"{type(module).__name__} uses {meaning} ({name}), which sampled attention does not support")
-    if child.bayes_prior is not None and child.needs_kl and key.shape[-1] != child.prior_key_dim:
+    if child.prior_key_dim not in (None, key.shape[-1]) and child.needs_kl:
         raise ValueError(
             f"{type(module).__name__} has keys of {key.shape[-1]} features, but its prior was built for "
             f"{child.prior_key_dim}"
