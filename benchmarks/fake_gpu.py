@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from bayesattn import functional, noise
 from bayesattn.config import AttentionConfig, Variant
@@ -152,11 +153,14 @@ class Attention:
 
     def __init__(self, variant: Variant, padded: bool) -> None:
         torch.manual_seed(0)
-        sizes = {"hidden_size": HEADS * FEATURES, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+        sizes: dict[str, Any] = {"hidden_size": HEADS * FEATURES, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
         model = BertModel(BertConfig(**sizes, intermediate_size=16, vocab_size=16, attention_probs_dropout_prob=0.0)).train()
         if variant != "soft":
-            model = bayesianize(model, AttentionConfig(variant))
-        self.is_soft, self.modules = variant == "soft", [layer.attention.self for layer in model.encoder.layer]
+            bayesianize(model, AttentionConfig(variant))
+        self.is_soft, self.modules = (
+            variant == "soft",
+            [module for module in model.modules() if isinstance(module, BertSelfAttention)],
+        )
         self.inputs = [torch.randn(BATCH, LENGTH, HEADS, FEATURES, dtype=torch.bfloat16) for _ in range(3)]
         self.leaves = [x.requires_grad_() for x in self.inputs] + [p for n, p in model.named_parameters() if "bayes" in n]
         self.keys = torch.ones(BATCH, LENGTH, dtype=torch.bool) if padded else None
@@ -174,7 +178,7 @@ class Attention:
             mask = make(**sizes, mask_function=masking_utils.bidirectional_mask_function, attention_mask=self.keys)
         attend = sdpa_attention_forward if self.is_soft else hf.bayesian_attention
         with torch.autocast("cpu", torch.bfloat16), record_kl() as kl:
-            scale = {"dropout": 0.0, "scaling": FEATURES**-0.5}
+            scale: dict[str, Any] = {"dropout": 0.0, "scaling": FEATURES**-0.5}
             outputs = [attend(module, query, key, value, mask, **scale)[0] for module in self.modules]
         total = None if self.is_soft else kl.total()
         return outputs if total is None or not total.requires_grad else [*outputs, total]
@@ -202,7 +206,7 @@ def timed_in_turns(calls: dict[str, Attention], rounds: int) -> dict[str, tuple[
     def fast(times: Sequence[int]) -> float:
         return sorted(times[10:])[rounds // 5] / LAYERS / 1e3
 
-    return {name: tuple(map(fast, zip(*times, strict=True))) for name, times in found.items()}
+    return {name: (fast([x for x, _ in times]), fast([x for _, x in times])) for name, times in found.items()}
 
 
 def items() -> dict[str, list[tuple[Any, str]]]:

@@ -33,6 +33,7 @@ def run(shape, *, waits, dtype=torch.float32, mask=None, is_causal=False, calls=
             *inputs, config=config, log_prior=log_prior, mask=mask, is_causal=is_causal, seed=7, backend="triton"
         )
         assert (LAUNCHES - before)["prior_logits"] == waits
+        assert kl is not None
         (output.float().square().sum() + 0.3 * kl.sum()).backward()
         found = [output, kl, *(x.grad for x in (*inputs, *prior.parameters()))]
     return [x.detach().clone() for x in found]

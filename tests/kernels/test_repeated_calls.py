@@ -10,6 +10,7 @@ from transformers import BertConfig, BertModel
 
 import bayesattn as ba
 from bayesattn.convert import hosted
+from bayesattn.entropy import observe_entropy
 from bayesattn.functional import dense
 from bayesattn.functional.repeated import Repeated
 from bayesattn.noise import keyed
@@ -29,7 +30,8 @@ def _by_the_kernels(monkeypatch):
 def model_of(variant, **settings):
     torch.manual_seed(1)
     model = BertModel(BertConfig(**SIZES, attention_probs_dropout_prob=0.1))
-    return ba.bayesianize(model, ba.AttentionConfig(variant, **settings)).to(DEVICE).train()
+    ba.bayesianize(model, ba.AttentionConfig(variant, **settings))
+    return model.to(torch.device(DEVICE)).train()
 
 
 def inputs_of(length=11, padded=True):
@@ -88,7 +90,7 @@ def test_other_lengths_masks_and_settings_are_other_calls():
     with torch.no_grad():
         # without a scope there is no KL
         model(**inputs_of(11))
-    assert [known.need_kl for known in part._repeated.values()] == [False]
+    assert [known is not None and known.need_kl for known in part._repeated.values()] == [False]
 
 
 def test_lognormal_calls_are_looked_at_every_time():
@@ -102,7 +104,7 @@ def test_open_scopes_get_what_they_ask_for():
     model, inputs = model_of("BAM-WC"), inputs_of()
     for _ in range(2):
         step(model, inputs)
-    with ba.entropy.observe_entropy() as seen:
+    with observe_entropy() as seen:
         model(**inputs)
     assert seen.count == 4
     seeds = keyed.example_seeds(0, 0, torch.arange(2))

@@ -141,8 +141,8 @@ class HostedAttention(BayesianModule):
         if found is not None:
             prior = self.bayes_prior if need_kl else None
             found = (*found, is_causal, window, scale, dropout_p, need_kl, None if prior is None else prior.signature())
-            known = self._repeated.get(found, False)
-            if known:
+            known = self._repeated.get(found)
+            if known is not None:
                 return known(query, key, value, mask, _NO_WEIGHTS if prior is None else prior.weights())
         log_prior = self._log_prior(key, mask, query.shape[1], need_kl=need_kl, may_wait=True)
         options = {
@@ -224,6 +224,7 @@ class HostedAttention(BayesianModule):
     def kl(self, scores: Float[Tensor, "b h m n"], key: Tensor, mask: Tensor | None) -> Float[Tensor, " b"] | None:
         """Return the KL of each entry of the batch; 0 for variants without one."""
         log_prior = self._log_prior(key, mask, scores.shape[1])
+        log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
         return functional.attention_weights(scores, config=self.config, log_prior=log_prior, mask=mask, sample=False)[1]
 
     def _log_prior(

@@ -151,10 +151,12 @@ def attention(
     shape = checks.query_key_value(query, key, value)
     checks.window(window, is_causal)
     given = Allowed(checks.mask(mask, shape), is_causal, shape, window)
-    waiting = log_prior if isinstance(log_prior, KeyPrior) else None
-    if waiting is None:
-        log_prior = checks.log_prior(log_prior, shape, config, need_kl, key_heads=key.shape[1])
-    given_prior = log_prior if waiting is None else waiting.weights[0]
+    waiting, ready = None, None
+    if isinstance(log_prior, KeyPrior):
+        waiting = log_prior
+    else:
+        ready = checks.log_prior(log_prior, shape, config, need_kl, key_heads=key.shape[1])
+    given_prior = ready if waiting is None else waiting.weights[0]
     checks.bias(bias, shape)
     checks.same_device("query", query.device, key=key, value=value, mask=mask, log_prior=given_prior, bias=bias)
     check_rate("dropout_p", dropout_p)
@@ -165,7 +167,7 @@ def attention(
         visible = visible if given.mask is None else given.mask & visible
         allowed = Allowed(checks.mask(visible, shape), is_causal, shape, window)
     if check_finite:
-        prior = log_prior if waiting is None else waiting.log_prior()
+        prior = ready if waiting is None else waiting.log_prior()
         checks.finite(query=query, key=key, value=value, bias=added, log_prior=prior, mask=allowed.mask)
     if is_observing_entropy():
         factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -178,9 +180,14 @@ def attention(
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl)
         chosen = choose(backend, call)
-        if waiting is not None and chosen != "triton":
-            log_prior = waiting.log_prior()
-        options = {"config": config, "log_prior": log_prior, "allowed": allowed, "scale": factor, "need_kl": wants_kl}
+        prior = waiting if waiting is None or chosen == "triton" else waiting.log_prior()
+        options = {
+            "config": config,
+            "log_prior": ready if prior is None else prior,
+            "allowed": allowed,
+            "scale": factor,
+            "need_kl": wants_kl,
+        }
         if chosen == "triton":
             # only now: a machine without a GPU need not have triton
             from bayesattn.ops.attention import triton
@@ -196,12 +203,12 @@ def attention(
         return output, zeros_like_kl(query) if need_kl and kl is None else kl
     kl = None
     if need_kl:
-        log_prior = log_prior if waiting is None else waiting.log_prior()
+        ready = ready if waiting is None else waiting.log_prior()
         query, key = shared(query), shared(key)
         with without_autocast(query.device.type):
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             scores = reference.dot_product_scores(query, key, scale=factor, bias=added)
-            kl = _kl(scores, log_prior, allowed.dense(query.device), config)
+            kl = _kl(scores, ready, allowed.dense(query.device), config)
     return _mean_attention(query, key, value, given, bias, dropout_p, scale), kl
 
 

@@ -64,11 +64,15 @@ def test_sliding_windows_and_packed_sequences_are_not_mistaken_for_padding():
     )
     for function in functions:
         mask = attention.noted_sdpa_mask(**arguments, mask_function=function, allow_is_causal_skip=False)
-        assert torch.equal(mask, masking_utils.sdpa_mask(**arguments, mask_function=function, allow_is_causal_skip=False))
+        assert mask is not None
+        torch.testing.assert_close(
+            mask, masking_utils.sdpa_mask(**arguments, mask_function=function, allow_is_causal_skip=False)
+        )
         assert convert_masks._making(mask, True) is convert_masks._making(mask, False) is None
 
 
 def test_a_cache_that_moves_queries_against_keys_leaves_no_note():
     arguments = {"batch_size": 2, "q_length": 6, "kv_length": 6, "q_offset": 2, "allow_is_causal_skip": False}
     mask = attention.noted_sdpa_mask(**arguments, mask_function=masking_utils.causal_mask_function)
+    assert mask is not None
     assert convert_masks._making(mask, True) is None

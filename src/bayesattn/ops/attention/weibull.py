@@ -246,7 +246,7 @@ class Plan:
         self.backward: dict[tuple, Tape] = {}
         b, h, _, _ = problem.query.shape
         self.kl_shape = (b, h * problem.blocks)
-        self.network_sums = None if problem.network is None else prior_sums_shape(problem.key, problem.network)
+        self.network_sums = (0, 0) if problem.network is None else prior_sums_shape(problem.key, problem.network)
 
 
 plan_of = functools.lru_cache(maxsize=MOST_LAUNCHES)(Plan)
@@ -322,7 +322,7 @@ def run_backward(
     )  # fmt: skip
     if not tape.replay(arrays):
         with tape.recording(arrays):
-            _launch_backward(plan, *arrays[:6], weights, *arrays[6 + len(weights) :], in_one_pass)
+            _launch_backward(plan, in_one_pass, weights, *arrays[:6], *arrays[6 + len(weights) :])
     if sums is not None:
         grad_prior = sums.sum(dim=0)
     if prior_key is not None:
@@ -330,14 +330,13 @@ def run_backward(
     return finished(grad_query, query.dtype), grad_key, grad_value, grad_prior
 
 
-def _launch_backward(
-    plan, query, key, value, prior, valid, seed, weights, out, kept, grad, grad_kl, own, grad_query, grad_key, grad_value,
-    grad_prior, prior_key, sums, in_one_pass,
-) -> None:  # fmt: skip
+def _launch_backward(plan: Plan, in_one_pass: bool, weights: Sequence[Tensor], *arrays: Any) -> None:
+    query, key, value, prior, valid, seed, out, kept, grad, grad_kl, own, grad_query, grad_key, grad_value, *rest = arrays
+    grad_prior, prior_key, sums = rest
     problem = plan.problem
-    arrays, own_arrays = _arrays(problem, in_one_pass)
-    lse, clean, products, _, _, others, key_sums, alpha_sums, weight, own_prior = arrays.parts(kept)
-    delta, grad_lse, grad_columns, start, own_grad_prior = own_arrays.parts(own)
+    kept_parts, own_parts = _arrays(problem, in_one_pass)
+    lse, clean, products, _, _, others, key_sums, alpha_sums, weight, own_prior = kept_parts.parts(kept)
+    delta, grad_lse, grad_columns, start, own_grad_prior = own_parts.parts(own)
     if problem.network is not None:
         prior, grad_prior = own_prior, own_grad_prior
     prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
@@ -351,4 +350,4 @@ def _launch_backward(
     if last is not None:
         last(*read, start, grad_query)
     if problem.network is not None:
-        launch_prior_gradient(problem.key, problem.network, key, weights, valid, prior, grad_prior, prior_key, sums)
+        launch_prior_gradient(problem.key, problem.network, key, weights, valid, own_prior, own_grad_prior, prior_key, sums)

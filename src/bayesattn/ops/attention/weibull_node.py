@@ -160,7 +160,7 @@ class _WeibullAttention(torch.autograd.Function):
         need_key = ctx.need_prior_key and ctx.needs_input_grad[1]
         *grads, grad_prior = run_backward(ctx.plan, grad, grad_kl, inputs, out, kept, weights, need_key)
         to_weights = _NO_WEIGHTS
-        if weights:
+        if weights and grad_prior is not None:
             grad_prior, to_weights = None, unflatten(grad_prior, weights)
         elif grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
