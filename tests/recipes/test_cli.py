@@ -37,9 +37,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"bayesattn {bayesattn.__version__}\n"
 
 
-def test_no_arguments_show_the_help(capsys):
+def test_no_arguments_show_the_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert call() == 0
-    assert "\n  doctor " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n  doctor " in shown
+    # a sentence that is cut says nothing
+    assert "..." not in shown.partition("Commands:")[2]
 
 
 def test_help_imports_neither_torch_nor_numpy():
@@ -230,7 +234,10 @@ def test_demo_compares_soft_and_bayesian_attention(tmp_path, capsys, monkeypatch
         (["train", "digits", "--config", "wc", "--out", ""], "the value of --out is empty"),
         (["train", "digits", "--config", "wc", "--out="], "the value of --out is empty"),
         (["evaluate", ""], "an argument is empty. Leave it out, or give it a value"),
-        (["fly"], "No such command 'fly'"),
+        (["fly"], "No such command 'fly'. Try: bayesattn --help"),
+        (["list", "digits"], "Try: bayesattn list --help"),
+        (["train", "graph", "--config", "cora", "--out", "OUT"], "names (such as cora-"),
+        (["doubt", "--model", "RUN", "--text", "OUT"], "out: No such file or directory"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, run, tmp_path, capsys):

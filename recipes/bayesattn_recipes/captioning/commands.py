@@ -30,7 +30,10 @@ def caption(
         Path | None, typer.Option(envvar="BAYESATTN_DATA", help="Folder of the data sets, for runs on photos.")
     ] = None,
 ) -> None:
-    """Describe a picture: caption, probability, entropy and p-value of every word, and where the model looked."""
+    """Describe a picture and draw where the model looked.
+
+    Every word comes with its probability, entropy and p-value.
+    """
     from bayesattn_recipes import CAPTIONING
 
     explain = CAPTIONING.load("explain")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import difflib
 import functools
 import json
 import random
@@ -89,6 +90,8 @@ def parse_yaml(text: str) -> Any:
 
 # the key of a config file that names another one
 BASE = "base"
+# a message with more names than this is not read
+MOST_SHOWN = 8
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
@@ -109,6 +112,10 @@ def find_config(name: str, folder: Path) -> Path:
         return folder / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")) and Path(name).exists():
         return Path(name)
+    if len(names) > MOST_SHOWN:
+        close = difflib.get_close_matches(name, names, n=MOST_SHOWN, cutoff=0.5)
+        near = f"such as {', '.join(close)}" if close else "see `bayesattn list`"
+        raise ValueError(f"config must be one of {len(names)} names ({near}) or the path of a YAML file, got {shown(name)}")
     raise ValueError(f"config must be one of {', '.join(names)}, or the path of a YAML file, got {shown(name)}")
 
 

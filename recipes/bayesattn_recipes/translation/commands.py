@@ -27,7 +27,7 @@ def translate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, with every number.")] = False,
     plots: Annotated[Path | None, typer.Option(help="Folder for a picture of the attention of every sentence.")] = None,
 ) -> None:
-    """Translate the sentences on standard input, one per line, and show how certain the model is of every word."""
+    """Translate lines of standard input, with a certainty per word."""
     import torch
 
     from bayesattn_recipes import TRANSLATION

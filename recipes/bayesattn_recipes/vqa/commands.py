@@ -30,7 +30,7 @@ def ask(
     samples: Annotated[int, typer.Option(min=2, help="Draws of the attention.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
-    """Answer a question about a picture and draw where the model looked."""
+    """Answer a question about a picture and draw where it looked."""
     from bayesattn_recipes import VQA
 
     answer = VQA.load("ask").ask(run, image, question, features=features, data=data, num_samples=samples, seed=seed)
@@ -63,7 +63,7 @@ def features(
     ] = None,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out pictures that cannot be read.")] = False,
 ) -> None:
-    """Compute grid features of your own pictures with a pretrained backbone."""
+    """Compute features of your own pictures, for ask and caption."""
     from bayesattn_recipes.vision.extract import extract_folder
 
     count, skipped = extract_folder(

@@ -1,4 +1,4 @@
-"""The command line: `bayesattn list | demo | train | evaluate | report | doubt | doctor`. Parsing and printing only.
+"""The command line: `bayesattn doubt | demo | list | train | evaluate | report | …`. Parsing and printing only.
 
 A user error is one line on stderr and exit code 2; `--debug` shows the traceback instead.
 """
@@ -59,6 +59,11 @@ def _explain(error: Exception) -> tuple[str, int]:
     """Return one line and an exit code: 2 for what the user can fix, 1 for a bug in the program."""
     # typer's usage errors carry their text in a method of this name
     text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        text = f"{text if text.endswith(('.', '?')) else f'{text}.'} Try: {context.command_path} --help"
     # names from files may hold anything: remove control characters and cut long lines
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT // 2]} … {line[-LINE_LIMIT // 2 :]}"

@@ -15,7 +15,6 @@ from bayesattn import __version__
 from bayesattn.cli import printing, registry
 
 app = typer.Typer(
-    help="Bayesian attention: train, evaluate, report.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,7 +43,52 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Bayesian attention: train, evaluate, report."""
+    """Which answers of an attention model to trust.
+
+    Start with `bayesattn demo`, or with `bayesattn doubt` on a classifier of your own. The other commands train and compare
+    models of the recipes.
+    """
+
+
+@app.command()
+def doubt(
+    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face sequence classifier.")],
+    text: Annotated[str, typer.Option(help="A file with one text per line (a tab makes a pair), or - for standard input.")],
+    most: Annotated[int | None, typer.Option(min=1, help="Show this many texts at most.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with the words shaded.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts per pass.")] = 16,
+) -> None:
+    """Sort texts by how little a classifier can be trusted on them.
+
+    The model is used as it is; nothing is trained or downloaded.
+    """
+    from bayesattn.cli import doubt as texts
+
+    found = list(texts.doubt_of_folder(model, texts.read_texts(text), batch_size=batch_size))
+    rows = sorted(found, key=lambda row: row.t)[:most]
+    texts.print_rows(rows, console, as_json=as_json)
+    if html is not None:
+        texts.write_page(rows, html, title=model.resolve().name)
+        if not as_json:
+            console.print(f"The page is {html}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for runs, figures and report.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 3,
+    samples: Annotated[int, typer.Option(min=2, help="Draws per prediction.")] = 20,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Override the number of epochs.")] = None,
+) -> None:
+    """Train small models, find their errors, write a report page.
+
+    It begins with ordinary soft attention: its errors by closed form, by draws and by confidence. Then soft and Bayesian
+    attention are trained side by side. The data are embedded; two cores take two minutes.
+    """
+    for recipe, folder in (("digits", out), ("graph", out / "graph")):
+        demonstrate = registry.find(recipe).load("demo").run_demo
+        demonstrate(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
 
 
 @app.command("list")
@@ -60,40 +104,6 @@ def list_recipes() -> None:
 
 
 @app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for runs, figures and report.")] = Path("runs/demo"),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 3,
-    samples: Annotated[int, typer.Option(min=2, help="Draws per prediction.")] = 20,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Override the number of epochs.")] = None,
-) -> None:
-    """Find the errors of ordinary models, then train soft and Bayesian attention side by side on embedded data."""
-    for recipe, folder in (("digits", out), ("graph", out / "graph")):
-        demonstrate = registry.find(recipe).load("demo").run_demo
-        demonstrate(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
-
-
-@app.command()
-def doubt(
-    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face sequence classifier.")],
-    text: Annotated[str, typer.Option(help="A file with one text per line (a tab makes a pair), or - for standard input.")],
-    most: Annotated[int | None, typer.Option(min=1, help="Show this many texts at most.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Also write a page with the words shaded.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts per pass.")] = 16,
-) -> None:
-    """Sort texts by how little a trained classifier can be trusted on them; the model is used as it is."""
-    from bayesattn.cli import doubt as texts
-
-    found = list(texts.doubt_of_folder(model, texts.read_texts(text), batch_size=batch_size))
-    rows = sorted(found, key=lambda row: row.t)[:most]
-    texts.print_rows(rows, console, as_json=as_json)
-    if html is not None:
-        texts.write_page(rows, html, title=model.resolve().name)
-        if not as_json:
-            console.print(f"The page is {html}", highlight=False, soft_wrap=True)
-
-
-@app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe of `bayesattn list`.")],
     config: Annotated[str, typer.Option(help="A config of the recipe, or the path of a YAML file.")],
@@ -106,7 +116,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in the folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write the log for TensorBoard.")] = False,
 ) -> None:
-    """Train one model and write its run folder; Ctrl-C saves, --resume continues."""
+    """Train one model of a recipe. Ctrl-C saves its run folder, --resume continues."""
     from bayesattn.cli.progress import is_first_process, show_steps
 
     found = registry.find(recipe)
@@ -139,7 +149,10 @@ def evaluate(
     data: DataOption = None,
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples behind every interval.")] = 1000,
 ) -> None:
-    """Predict the test sets of a run, write metrics.json and print its table."""
+    """Measure a run on its test sets.
+
+    Writes metrics.json into the run folder and prints its table.
+    """
     from bayesattn.cli.progress import progress
     from bayesattn.evaluation.report import measure_run
     from bayesattn.evaluation.runs import METRICS_FILE, read_run, write_predictions
@@ -192,7 +205,7 @@ def predict(
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     method: Annotated[str | None, typer.Option(help="How to draw; default: the usual way of the run.")] = None,
 ) -> None:
-    """Answer for new texts: label, probability, p-value, and whether to trust it.
+    """Answer for new texts, and say whether to trust the answer.
 
     The run has to be of a recipe that offers this, such as language. There an answer is trusted if its probability reaches
     a threshold that `bayesattn evaluate` chose on validation data, for a stated error rate.
@@ -271,7 +284,10 @@ def reproduce(
         typer.Option(help="Train nothing: rebuild figure and table of the results page in this folder from its CSV files."),
     ] = None,
 ) -> None:
-    """Train every variant with several seeds and print the paper's table beside the results."""
+    """Train all rows of a table of the paper, and print both tables.
+
+    Every variant is trained with several seeds.
+    """
     if from_csv is not None:
         page = registry.find(recipe).load("page").rebuild(from_csv)
         console.print(f"page: {page}", soft_wrap=True)
