@@ -17,15 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium and chromedriver on the path"),
     pytest.mark.skipif(not (SITE / "index.html").exists(), reason="the site is not built; run: make docs"),
 ]
-PAGES = (
-    "index.html",
-    "guides/training.html",
-    "concepts/paper.html",
-    "reference/api/doubt.html",
-    "reference/api/metrics.html",
-    "recipes/operations.html",
-    "tutorials/doubt_of_a_classifier.html",
-)
+PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
 DESKTOP, PHONE = (1280, 1000), (390, 844)
 
 
@@ -79,6 +71,14 @@ def test_page_is_in_order(browser, address, page, size):
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith((address, "data:", "blob:"))] == []
+
+
+def test_examples_of_the_reference_are_shown_as_code(browser, address):
+    show(browser, address + "reference/api/doubt.html", DESKTOP)
+    code = browser.execute_script("return [...document.querySelectorAll('.doc-contents pre code')].map(c => c.textContent)")
+    # one per class and function of the page; `>>>` in Markdown is a quotation
+    assert sum(">>> " in text for text in code) >= 5
+    assert browser.execute_script("return document.querySelectorAll('blockquote').length") == 0
 
 
 def test_tutorial_shows_its_plots(browser, address):
