@@ -2,8 +2,8 @@
 # # Conversion and fine-tuning with the Trainer
 #
 # One line makes the attention of a Hugging Face model Bayesian, one callback turns the Trainer's loss into the ELBO.
-# Training with noise helps models that are trained from scratch on little data; pretrained ones gained nothing and were 0 to
-# 3 points less accurate. So this tutorial trains a small vision transformer from scratch, on 300 handwritten digits. For a
+# Training with noise can help models that are trained from scratch on little data. On pretrained ones it gained nothing, and
+# accuracy was 0 to 3 points lower. So this tutorial trains a small vision transformer from scratch, on 300 handwritten digits. For a
 # model that is fine-tuned already, see [the doubt of a pretrained classifier](doubt_of_a_classifier.py).
 
 # %%

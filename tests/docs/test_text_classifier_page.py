@@ -30,7 +30,7 @@ def test_commands_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
         shown[" ".join(words[:2])] = capsys.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert "post-hoc" in shown["evaluate runs/soft"]
-    assert shown["predict runs/bayesian"].count('"label"') == 2
+    assert shown["predict runs/soft"].count('"label"') == 2
     # the three lines of Python, on the run of the commands
     lines = re.search(r"From Python:\n\n```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert lines is not None

@@ -1,0 +1,178 @@
+"""Rewrite the numbers that README and guides quote, from the CSV files of docs/results and benchmarks/results.
+
+    python docs/site/front.py
+
+The README's table is written whole. In prose, a template says which words stand around a number; a page that has lost its words
+is an error, so no number stays behind unnoticed. A test fails while the pages and the files differ.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bayesattn.bench.harness import read_csv
+from bayesattn.evaluation.aggregate import over_runs
+from bayesattn_recipes.common.tables import markdown
+from bayesattn_recipes.digits import page as digits
+from bayesattn_recipes.doubt import table as doubt
+from bayesattn_recipes.doubt.rankings import BASELINE, FLAGSHIP
+from bayesattn_recipes.language import page as language
+
+ROOT = Path(__file__).parents[2]
+RESULTS, BENCHMARKS = ROOT / "docs" / "results", ROOT / "benchmarks" / "results" / "h200"
+BEGIN, END = "<!-- table: python docs/site/front.py -->", "<!-- end of table -->"
+# GLUE tasks with an AURC and five pairs of soft and trained Bayesian models
+TRAINED_TASKS = ("mrpc", "cola", "rte", "sst2", "qnli")
+
+GAIN = "{digits_bam} points"
+ENSEMBLE = "an ensemble of three gains {digits_ensemble}"
+LOSS = "accuracy was {loss_low} to {loss_high} points lower"
+CALIBRATION = "NLL {nll_closed} against {nll_temperature}"
+STEP = "{step_low} to {step_high} times a training step"
+# page: the words around its numbers
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "README.md": (GAIN, ENSEMBLE, LOSS, CALIBRATION, "{tasks} GLUE tasks with {seeds} seeds each"),
+    "docs/index.md": (
+        GAIN,
+        LOSS,
+        STEP,
+        "On {models} fine-tuned encoders it lowers the area under the risk-coverage curve by {change} %",
+    ),
+    "docs/guides/training.md": (GAIN, ENSEMBLE, LOSS),
+    "docs/guides/text-classifier.md": (LOSS,),
+    "docs/tutorials/convert_and_fine_tune.py": (LOSS,),
+}
+
+
+def spread(low: float, high: float, digits: int) -> tuple[str, str]:
+    """Return the two ends of a range as text; −0 is 0."""
+    first, second = (f"{round(end, digits) + 0.0:.{digits}f}" for end in (low, high))
+    return first, second
+
+
+def changes(logs: Sequence[float]) -> str:
+    """Return the mean relative change of logarithms of ratios, with its 95 % interval."""
+    summary = over_runs(logs)
+    ends = (summary.value if end is None else end for end in (summary.value, summary.low, summary.high))
+    value, low, high = (f"{100.0 * math.expm1(end):+.1f}".replace("-", "−") for end in ends)
+    return f"{value} % ({low} to {high})"
+
+
+def ratios(file: str, provider: str, modes: Sequence[str]) -> tuple[str, str]:
+    """Return the smallest and the largest ratio of a provider in a benchmark."""
+    found = [row.ratio for row in read_csv(BENCHMARKS / file) if row.provider == provider and row.mode in modes]
+    return spread(min(found), max(found), 1)
+
+
+def trained_logs() -> list[float]:
+    """Return ln(AURC of BAM-WC with draws / AURC of soft attention) for every pair of runs."""
+    values = language.read_values(RESULTS)
+    logs = []
+    for task in TRAINED_TASKS:
+        soft, ours = (values[task, *key] for key in (("soft", "test", "aurc", False), ("BAM-WC", "test", "aurc", True)))
+        logs += [math.log(ours[seed] / soft[seed]) for seed in sorted(soft.keys() & ours.keys())]
+    return logs
+
+
+def numbers() -> dict[str, str]:
+    """Return every quoted number as it is written."""
+    rows = doubt.read_rows(RESULTS / "doubt.csv")
+    flagship = next(row for row in doubt.pool(rows) if row.ranking == FLAGSHIP)
+    gains = {effect.kind: effect.value for effect in digits.read(RESULTS).effects if effect.group == "accuracy"}
+    losses = [-e.value for e in language.read(RESULTS).effects if e.kind == "BAM-WC" and not e.group.endswith("NLL")]
+    low, high = spread(min(losses), max(losses), 0)
+    step_low, step_high = ratios("step.csv", "BAM-WC", ("plain", "compiled", "recorded"))
+
+    def mean(name: str, measure: str) -> str:
+        found = [row[measure] for row in rows if row["row"] == name]
+        return f"{sum(found) / len(found):.3f}"
+
+    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    num_tasks = len({row["task"] for row in rows})
+    return {
+        "digits_bam": f"{gains['BAM-WC']:.1f}",
+        "digits_ensemble": f"{gains['ensemble of 3']:.1f}",
+        "loss_low": low,
+        "loss_high": high,
+        "nll_closed": mean("closed form, scale fitted", "nll"),
+        "nll_temperature": mean(BASELINE, "nll_scaled"),
+        "step_low": step_low,
+        "step_high": step_high,
+        "models": str(flagship.num_runs),
+        "tasks": words[num_tasks],
+        "seeds": words[flagship.num_runs // num_tasks],
+        "change": f"{-100.0 * flagship.change:.0f}",
+    }
+
+
+def table() -> str:
+    """Return the README's table: what sorting by something gives, and what it costs."""
+    rows = doubt.read_rows(RESULTS / "doubt.csv")
+    aurc = {(row["row"], row["task"], row["seed"]): row["aurc"] for row in rows if row["aurc"] is not None}
+
+    def change(name: str) -> str:
+        return changes([math.log(value / aurc[BASELINE, *run]) for (row, *run), value in aurc.items() if row == name])
+
+    low, high = ratios("doubt.csv", "doubt, kernels", ("time",))
+    found = numbers()
+    step, loss = (f"{found[f'{name}_low']} to {found[f'{name}_high']}" for name in ("step", "loss"))
+    cost = f"one forward and one backward pass ([{low} to {high}](benchmarks/README.md#what-does-doubt-cost) times a pass)"
+    body = [
+        ["own confidence", "0", "one pass"],
+        ["**closed form**, `ba.uncertainty`", f"**{change(FLAGSHIP).replace(' (', '** (')}", cost],
+        ["attention noise, 20 draws", change("attention draws, 20: t"), "20 passes"],
+        ["MC dropout, 20 draws", change("MC dropout, 20: t"), "20 passes"],
+        ["ensemble of three", change("ensemble of 3"), "three trainings, three passes"],
+        ["last-layer Laplace", change("last-layer Laplace: entropy"), "a pass over the training data"],
+        [
+            "training with noise (BAM-WC), 20 draws*",
+            changes(trained_logs()),
+            f"{step} times a training step, 20 passes; accuracy {loss} points lower",
+        ],
+    ]
+    # costs are words, which begin at the left
+    return markdown(["sort by", "AURC, change", "what it costs"], body).replace("| --: |\n", "| --- |\n", 1)
+
+
+def with_table(text: str, written: str) -> str:
+    """Put the table between its marks."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md must have one block between {BEGIN} and {END}")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n{written.rstrip()}\n{END}{after}"
+
+
+def with_numbers(text: str, templates: Sequence[str], values: Mapping[str, str]) -> str:
+    """Write the numbers into the words around them; line breaks of a page do not matter."""
+    for template in templates:
+        words = re.split(r"\{(\w+)\}", template)
+        # in a script's comment a line begins with a mark
+        literal = [re.sub(r"\\? ", r"(?:[ ]|\\n(?:# )?)", re.escape(part)) for part in words[::2]]
+        # a full stop after a number is not part of it
+        groups = [rf"(?P<{name}>[\w−]+(?:\.\d+)?)" for name in words[1::2]]
+        pattern = literal[0] + "".join(group + after for group, after in zip(groups, literal[1:], strict=True))
+
+        def write(match: re.Match[str]) -> str:
+            shown, start = match[0], match.start()
+            for name in sorted(match.groupdict(), key=match.start, reverse=True):
+                value = values[name].capitalize() if match[name][0].isupper() else values[name]
+                shown = shown[: match.start(name) - start] + value + shown[match.end(name) - start :]
+            return shown
+
+        text, count = re.subn(pattern, write, text)
+        if not count:
+            raise ValueError(f"a page has lost the words {template!r}. Write them again, or drop the template from front.py")
+    return text
+
+
+def pages() -> dict[Path, str]:
+    """Return every page as the files would have it."""
+    values = numbers()
+    found = {ROOT / page: with_numbers((ROOT / page).read_text("utf-8"), t, values) for page, t in TEMPLATES.items()}
+    return found | {ROOT / "README.md": with_table(found[ROOT / "README.md"], table())}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
