@@ -2,8 +2,8 @@
 
     python docs/site/front.py
 
-The README's table is written whole. In prose, a template says which words stand around a number; a page that has lost its words
-is an error, so no number stays behind unnoticed. A test fails while the pages and the files differ.
+The README's table is written whole. In prose, a template says which words stand around a number; a page that has lost its
+words is an error, so no number stays behind unnoticed. A test fails while the pages and the files differ.
 """
 
 import math

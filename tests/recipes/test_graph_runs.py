@@ -207,9 +207,11 @@ def test_demo_prints_one_row_per_attention_and_prediction(tmp_path, monkeypatch)
     # the report of this recipe is drawn in a test above
     monkeypatch.setattr(figures, "draw_all", lambda groups: [])
     console = Console(width=80, record=True, file=io.StringIO())
-    page = demo.run_demo(tmp_path, num_seeds=2, num_samples=2, epochs=2, console=console)
+    folders = demo.run_demo(tmp_path, num_seeds=2, num_samples=2, epochs=2, console=console)
     text = console.export_text()
-    assert page.exists()
+    assert [folder.name for folder in folders] == [f"generated-{kind}-{seed}" for kind in ("soft", "wc") for seed in (0, 1)]
+    # without a terminal there is no bar, but a line per model
+    assert text.startswith("graph: soft, seed 0\n")
     assert all(name in text for name in ("soft, no draws", "soft, MC dropout", "BAM-WC, no draws", "BAM-WC, draws"))
     # no cell is cut off at eighty columns
     assert "…" not in text

@@ -1,7 +1,6 @@
 """The demo: doubt of ordinary models, then soft and Bayesian attention side by side, same data and budget, several seeds."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bayesattn.cli.progress import progress
+from bayesattn.cli.progress import progress, say_without_bar
 from bayesattn.evaluation.aggregate import Summary, over_runs
-from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.report import measure_run
 from bayesattn.evaluation.report.names import method_name
-from bayesattn.evaluation.runs import REPORT_FILE, write_json, write_predictions
+from bayesattn.evaluation.runs import write_json, write_predictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.scalars import check_count
 from bayesattn_recipes.digits.data import OUT_OF_DISTRIBUTION, SHIFTS, evaluation_splits
@@ -45,18 +44,19 @@ TABLES = (
 )
 
 
-def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console) -> Path:
-    """Train, evaluate, print the comparison and write the report; returns the path of the page.
+def run_demo(
+    out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console
+) -> list[Path]:
+    """Train, evaluate and print the comparison; returns the run folders, which the demo's report takes.
 
     Args:
-        out: Folder for the run folders, the figures and the report; runs of an earlier demo in it are replaced.
+        out: Folder for the run folders and the figure of doubt; runs of an earlier demo in it are replaced.
         num_seeds: Runs per variant.
         num_samples: Draws per prediction.
         epochs: Overrides the configs' number of epochs, for a quick look.
         console: Where to print.
     """
     check_count("num_seeds", num_seeds)
-    start = time.perf_counter()
     settings = [] if epochs is None else [f"training.epochs={epochs}"]
     configs = [(name, load_config(name, [*settings, f"seed={seed}"])) for name in CONFIG_NAMES for seed in range(num_seeds)]
     folders, measured = [], []
@@ -67,6 +67,7 @@ def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: in
         for name, config in configs:
             folder = out / f"{name}-{config.seed}"
             done = display.tasks[training].completed
+            say_without_bar(console, f"digits: {config.attention.variant}, seed {config.seed}")
             train_run(
                 config,
                 folder,
@@ -90,11 +91,7 @@ def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: in
     print_tables(summaries, num_seeds, num_samples, console)
     plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
     write_json(out / "summary.json", plain)
-    with console.status("drawing figures and report"):
-        page = write_report(folders, out / REPORT_FILE, figures=out / "figures")
-    took = time.perf_counter() - start
-    console.print(f"figures: {out / 'figures'}\nreport:  {page}\ntook {took:.0f} s", soft_wrap=True, highlight=False)
-    return page
+    return folders
 
 
 def summarize(measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, Summary]]:

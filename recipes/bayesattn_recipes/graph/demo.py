@@ -1,18 +1,17 @@
-"""The demo's first part: soft and Bayesian graph attention on a generated graph, several seeds each."""
+"""The demo's last part: soft and Bayesian graph attention on a generated graph, several seeds each."""
 
 import dataclasses
-import time
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bayesattn.cli.progress import progress
+from bayesattn.cli.progress import progress, say_without_bar
 from bayesattn.evaluation.aggregate import Summary, over_runs
-from bayesattn.evaluation.report import measure_run, write_report
+from bayesattn.evaluation.report import measure_run
 from bayesattn.evaluation.report.names import method_name
-from bayesattn.evaluation.runs import REPORT_FILE, write_json, write_predictions
+from bayesattn.evaluation.runs import write_json, write_predictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.scalars import check_count
 from bayesattn_recipes.graph.config import load_config, load_config_graph
@@ -23,18 +22,19 @@ CONFIG_NAMES = ("generated-soft", "generated-wc")
 COLUMNS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "pavpu_05": "PAvPU ↑", "aurc": "AURC ↓"}
 
 
-def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console) -> Path:
-    """Train, evaluate, print the comparison and write the report; returns the path of the page.
+def run_demo(
+    out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console
+) -> list[Path]:
+    """Train, evaluate and print the comparison; returns the run folders, which the demo's report takes.
 
     Args:
-        out: Folder for the run folders, the figures and the report; runs of an earlier demo in it are replaced.
+        out: Folder for the run folders; runs of an earlier demo in it are replaced.
         num_seeds: Runs per variant.
         num_samples: Draws per prediction.
         epochs: Overrides the configs' number of epochs, for a quick look.
         console: Where to print.
     """
     check_count("num_seeds", num_seeds)
-    start = time.perf_counter()
     settings = [] if epochs is None else [f"training.epochs={epochs}"]
     rows: dict[str, dict[str, list[float]]] = {}
     folders, nodes, labeled = [], 0, 0
@@ -46,6 +46,7 @@ def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: in
             own = [out / f"{name}-{seed}" for seed in range(num_seeds)]
             task = display.add_task(f"training {config.attention.variant}", total=num_seeds)
             for seed, folder in enumerate(own):
+                say_without_bar(console, f"graph: {config.attention.variant}, seed {seed}")
                 train_run(
                     dataclasses.replace(config, seed=seed),
                     folder,
@@ -68,10 +69,7 @@ def run_demo(out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: in
     print_table(summaries, nodes, labeled, num_seeds, num_samples, console)
     plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
     write_json(out / "summary.json", plain)
-    with console.status("drawing figures and report"):
-        page = write_report(folders, out / REPORT_FILE, figures=out / "figures")
-    console.print(f"report:  {page}\ntook {time.perf_counter() - start:.0f} s\n", soft_wrap=True, highlight=False)
-    return page
+    return folders
 
 
 def print_table(

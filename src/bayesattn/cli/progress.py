@@ -26,6 +26,12 @@ def progress(console: Console | None = None) -> Iterator[Progress]:
         yield display
 
 
+def say_without_bar(console: Console, line: str) -> None:
+    """Print a line of progress where there is no terminal to show a bar in."""
+    if not console.is_terminal:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
 def is_first_process() -> bool:
     """Whether this is the process that prints and writes, the only one or the first that a launcher started."""
     return os.environ.get("RANK", "0") == "0"
