@@ -8,6 +8,8 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
 from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.model_selection import LeaveOneOut, cross_val_predict, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 from small_texts import LABELS, TEXTS, small_classifier, small_tokenizer
 from torch import nn
 
@@ -70,6 +72,24 @@ def test_scikit_learns_tools_take_it(data):
         float(ba.metrics.auroc(torch.tensor(doubt[~wrong]), torch.tensor(doubt[wrong])))
     )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_is_the_last_step_of_a_pipeline(data):
+    model, X, _ = data
+    alone = DoubtClassifier(model)
+    y = alone.predict(X)
+    # as a pipeline gets them: two axes, other units
+    rows = 10.0 * X.reshape(N, -1)
+    pipeline = make_pipeline(FunctionTransformer(lambda x: x.reshape(len(x), 5, 8) / 10.0), DoubtClassifier(model)).fit(
+        rows, y
+    )
+    np.testing.assert_allclose(pipeline.predict_proba(rows), alone.predict_proba(X), rtol=1e-4, atol=1e-6)
+    assert pipeline.score(rows, y) == 1.0
+    doubt = pipeline[-1].predict_uncertainty(pipeline[:-1].transform(rows))
+    np.testing.assert_allclose(doubt, alone.predict_uncertainty(X), rtol=1e-3)
+    # no model is trained, so what is left out of a fold has the doubt it has anyway
+    held_out = cross_val_predict(alone, X, y, cv=3, method="predict_uncertainty")
+    np.testing.assert_allclose(held_out, alone.predict_uncertainty(X), rtol=1e-3)
 
 
 def test_clones_share_the_model(data):

@@ -17,7 +17,11 @@ from bayesattn.watch import PRIOR_NAME, WEIGHTS_NAME
 def checked_config(config: AttentionConfig | None, weights: object) -> AttentionConfig:
     """Return the config of a module that is given either a config or custom weights; with the latter it is `soft`."""
     if (config is None) == (weights is None):
-        raise ValueError(f"give either config or weights, got {'neither' if config is None else 'both'}")
+        advice = (
+            '. Use AttentionConfig("BAM-NOKL") for draws of a trained model, AttentionConfig("BAM-WC") to train one from '
+            "scratch; `uncertainty` needs no conversion"
+        )
+        raise ValueError(f"give either config or weights, got {f'neither{advice}' if config is None else 'both'}")
     if config is not None and not isinstance(config, AttentionConfig):
         raise ValueError(f"config must be an AttentionConfig, got {type(config).__name__}")
     return AttentionConfig("soft") if config is None else config
