@@ -85,10 +85,10 @@ def demo(
     """Train small models, find their errors, write a report page.
 
     It begins with ordinary soft attention: its errors by closed form, by draws and by confidence. Then soft and Bayesian
-    attention are trained side by side. The data are embedded; two cores take two minutes.
+    attention are trained side by side. The data are embedded.
     """
     # before the imports, which take seconds
-    console.print("Small models are trained on embedded data; two idle cores take two minutes.", highlight=False)
+    console.print("Small models are trained on embedded data; this takes some minutes.", highlight=False)
     start = time.perf_counter()
     parts = [(registry.find(recipe), folder) for recipe, folder in (("digits", out), ("graph", out / "graph"))]
     folders = [
