@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bayesattn.bench.harness import read_csv
 from bayesattn.evaluation.aggregate import over_runs
+from bayesattn_recipes.bench.harness import read_csv
 from bayesattn_recipes.common.tables import markdown
 from bayesattn_recipes.digits import page as digits
 from bayesattn_recipes.doubt import table as doubt

@@ -70,12 +70,12 @@ def squared_score_gradients(
             return _in_blocks(grad_output, query, key, value, output, log_sum_exp, **options)
     from bayesattn.ops.attention import score_gradients_triton
 
-    tensors = (grad_output, query, key, value, output)
+    tensors = [grad_output, query, key, value, output]
     if len({x.dtype for x in tensors}) > 1:
         # under autocast a gradient, or a query behind a rotary embedding, has another type than the rest
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors[:4]))
-        tensors = tuple(x.to(dtype) for x in tensors)
-    return score_gradients_triton.squared_score_gradients(*tensors, log_sum_exp, **options)
+        tensors = [x.to(dtype) for x in tensors]
+    return score_gradients_triton.squared_score_gradients(*tensors, log_sum_exp=log_sum_exp, **options)
 
 
 def kept_log_sum_exp(output: Float[Tensor, "b h m dv"]) -> Float[Tensor, "b h m"] | None:
