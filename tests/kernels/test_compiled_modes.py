@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from kernel_device import DEVICE, MARKS, needs_gpu
 from transformers import BertConfig, BertModel
 
@@ -18,7 +19,7 @@ SIZES = {
 def _torch_s_own_generator(monkeypatch):
     """Inductor has a generator of its own unless it is told to use eager's."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor.config, "fallback_random", True)
+    monkeypatch.setattr(inductor, "fallback_random", True)
     yield
     torch._dynamo.reset()
 
