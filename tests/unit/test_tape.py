@@ -87,3 +87,9 @@ def test_a_failed_call_leaves_no_recorder_behind(kernel):
     with pytest.raises(ZeroDivisionError), tape.recording((x,)):
         raise ZeroDivisionError
     assert launcher._local.made is None
+
+
+def test_an_empty_part_of_an_array_begins_where_the_array_does():
+    memory = torch.zeros(64)
+    assert tapes._place(memory[64:], [None, memory]) == (1, 0)
+    assert tapes._place(memory[16:], [None, memory]) == (1, 64)

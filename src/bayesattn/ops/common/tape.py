@@ -100,5 +100,6 @@ def _place(pointer: Tensor, arrays: Sequence[Tensor | None]) -> tuple[int, int]:
     # inputs may lie in one piece of memory (queries and keys of one product), but those are given as they are
     for i, x in enumerate(arrays):
         if x is not None and x.untyped_storage().data_ptr() == pointer.untyped_storage().data_ptr():
-            return i, pointer.data_ptr() - x.data_ptr()
+            # an empty part has the address 0; nothing reads it, so it may begin anywhere
+            return i, pointer.data_ptr() - x.data_ptr() if pointer.numel() else 0
     raise RuntimeError(f"a launch has an array of shape {tuple(pointer.shape)} that is not among those of its tape; add it")
