@@ -219,7 +219,7 @@ def test_every_fused_attention_keeps_its_log_sum_exp(backend):
     options = {name: x.to(DEVICE) for name, x in BACKENDS[backend].items()}
     query, key, value = (torch.randn(2, 3, 509, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     query.requires_grad_()
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend[backend]):
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
         output = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
     kept = score_gradients.kept_log_sum_exp(output.transpose(1, 2).contiguous().transpose(1, 2))
     _, truth, _ = written_out(
