@@ -7,11 +7,19 @@ noise and log-sum-exps are in units of log 2.
 import triton
 import triton.language as tl
 
-from bayesattn.ops.attention.band_sums import add_near_queries
+from bayesattn.ops.attention.band_sums import is_near, key_blocks, query_blocks
 from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
-from bayesattn.ops.common.tiles import allowed_entries, block_and_head, load_rows, load_tile, saturated
+from bayesattn.ops.common.tiles import (
+    FULL_MASK,
+    allowed_entries,
+    block_and_head,
+    edge_start,
+    load_rows,
+    load_tile,
+    saturated,
+)
 
-# COLUMNS: 0, or how Σ_i q_i over the queries of each key comes: as a row for each, or as one for each block and the rest
+# COLUMNS: 0, or how Σ_i q_i over the queries of each key comes: as a row for each, or as one for the whole blocks of a block
 ROW_FOR_EACH, SUMS_OF_BLOCKS = tl.constexpr(1), tl.constexpr(2)
 
 
@@ -40,18 +48,19 @@ def prepare_kernel(
 
 @triton.jit
 def _grad_tile(
-    q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
+    q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second, columns,
     mask, mu, seed, head, batch, scale, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
     BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr, MOMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    NEAR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the sampled weights of a tile, after dropout, and the gradient of its scores.
 
     dΦ = W (c dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their
     negative; c is dropout's factor.
     What the column sums T_j = Σ_i Φ_ij of the Weibull KL add, dT_j, is the same for all queries: it enters dQ and dK
-    once, outside the loop, and costs nothing here.
+    once, outside the loop, and costs nothing here. Only at the edges of a band, where a tile is part of no whole block,
+    is it added entry by entry (NEAR).
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if MOMENTS:
@@ -76,21 +85,54 @@ def _grad_tile(
             slope = tl.where(allowed, slope, 0.0)
         grad_scores += slope
         grad_mu = -tl.sum(slope, 0)
+    if NEAR:
+        grad_scores += tl.where(allowed, columns[None, :], 0.0)
     return weights, grad_scores, grad_mu
 
 
 @triton.jit
+def _query_range(
+    acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, low, in_low, high, tiles, lse, clean_lse, delta,
+    grad_lse, grad_first, grad_second, head, batch, scale, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn,
+    stride_mm, stride_mn, window, sum_block,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    NEAR: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add to dQ of one block of queries what `tiles` blocks of keys give, which start as `edge_start` says."""
+    rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
+    for tile in tl.range(0, tiles, num_stages=STAGES or None):
+        start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
+        rn = start + tl.arange(0, BN)
+        k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
+        v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
+        mu = load_rows(mu_base, rn, rn < N, 0.0, MOMENTS, not CHECK)
+        columns = load_rows(columns_base, rn, rn < N, 0.0, NEAR)
+        if NEAR:
+            columns = tl.where(is_near(sum_block, start // SUM_BLOCK, window, SUM_BLOCK, WINDOW), columns, 0.0)
+        _weights, grad_scores, _chosen = _grad_tile(
+            q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_first, grad_second, columns, mask, mu,
+            seed, head, batch, scale, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
+            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, NEAR, FAST, PRECISION,
+        )  # fmt: skip
+        acc = tl.dot(saturated(grad_scores, k.dtype), k, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def grad_query_kernel(
-    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, START_Q, GRAD_Q,
+    Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_COLUMNS, START_Q, GRAD_Q,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
     H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_BLOCK: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries, over all key blocks."""
-    block, bh, _blocks = block_and_head(M, BM)  # type: ignore[misc]
+    block, bh, _blocks = block_and_head(M, BM, CAUSAL)  # type: ignore[misc]
     head, batch = bh % H, bh // H
     wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
     rm, rd, rv = block * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
@@ -101,6 +143,7 @@ def grad_query_kernel(
     v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
     mask = MASK + wide_b * stride_mb + wide_h * stride_mh
     mu_base = MU + wide_b * stride_ub + wide_h * stride_uh
+    columns_base = GRAD_COLUMNS + bh.to(tl.int64) * N
     seed = tl.load(SEED + batch * seed_stride)
     noise_batch = tl.where(seed_stride == 0, batch, 0)
     lse = tl.load(LSE + row, mask=inside, other=float("inf"))
@@ -110,26 +153,86 @@ def grad_query_kernel(
     grad_first = load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
     grad_second = load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
     acc = tl.zeros([BM, BD], tl.float32)
-    if COLUMNS:
-        # Σ_j dT_j k_j over the keys of each query; one row (stride 0) where all queries share them
+    sum_block = block * BM // SUM_BLOCK
+    if COLUMNS == SUMS_OF_BLOCKS:
+        # Σ_j dT_j k_j over the whole blocks of keys that a block of queries has: a row per block, or one for all
+        place = bh.to(tl.int64) * stride_sum + (sum_block if CAUSAL else 0)
+        acc += tl.load(START_Q + place * D + rd, mask=rd < D, other=0.0)[None, :]
+    elif COLUMNS:
+        # the same over all keys of each query; one row (stride 0) where all queries share them
         rows = tl.where(stride_sum == 0, 1, M)
         acc = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, EVEN_D)
-    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
-    begin = tl.maximum(block * BM - window + 1, 0) // BN * BN if WINDOW else 0
-    for start in range(begin, end, BN):
-        rn = start + tl.arange(0, BN)
-        k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
-        v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
-        mu = load_rows(mu_base, rn, rn < N, 0.0, MOMENTS)
-        _weights, grad_scores, _chosen = _grad_tile(
-            q, k, v, grad, rm, rn, start, lse, clean_lse, delta, grad_lse, grad_first, grad_second, mask, mu,
-            seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
-            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
+    begin, easy, in_low, rest, end = key_blocks(  # type: ignore[misc]
+        mask, stride_mn, block, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK
+    )
+    if HAS_MASK != FULL_MASK:
+        acc = _query_range(
+            acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, easy, 0, 0, (rest - easy) // BN,
+            lse, clean_lse, delta, grad_lse, grad_first, grad_second, head, noise_batch, scale * LOG2_E, strength, dropped,
+            kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window, sum_block,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, False, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, False, EVEN_D, FAST,
+            PRECISION, SUM_BLOCK, 0,
         )  # fmt: skip
-        acc = tl.dot(saturated(grad_scores, k.dtype), k, acc, input_precision=PRECISION)
+    if CHECK:
+        acc = _query_range(
+            acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, begin, in_low, rest,
+            in_low + tl.cdiv(tl.maximum(end - rest, 0), BN), lse, clean_lse, delta, grad_lse, grad_first, grad_second, head,
+            noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
+            window, sum_block,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, CAUSAL and COLUMNS == SUMS_OF_BLOCKS, MOMENTS, CAUSAL, WINDOW, DROPOUT,
+            HAS_MASK, True, EVEN_D, FAST, PRECISION, SUM_BLOCK, EDGE_STAGES,
+        )  # fmt: skip
     first_row = (wide_b * M + block * BM) * H + head
     pointers = GRAD_Q + first_row * D + (tl.arange(0, BM) * (H * D))[:, None] + rd[None, :]
     tl.store(pointers, saturated(acc * scale, GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
+
+
+@triton.jit
+def _key_range(
+    acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, start_n, low, in_low, high,
+    tiles, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, batch, scale, strength, dropped, kept,
+    M, N, D, DV, stride_qm, stride_gm, stride_mm, stride_mn, window,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
+    NEAR: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add to dK, dV and dμ of one block of keys what `tiles` blocks of queries give, which start as `edge_start` says."""
+    rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
+    for tile in tl.range(0, tiles, num_stages=STAGES or None):
+        start = edge_start(tile, low, in_low, high, BM) if CHECK else low + tile * BM
+        rm = start + tl.arange(0, BM)
+        row, inside = first_row + rm, rm < M
+        q = load_tile(q_base, rm, stride_qm, rd, M, D, not CHECK, EVEN_D)
+        grad = load_tile(grad_base, rm, stride_gm, rv, M, DV, not CHECK, EVEN_D)
+        lse = load_rows(LSE, row, inside, float("inf"), True, not CHECK)
+        delta = load_rows(DELTA, row, inside, 0.0, True, not CHECK)
+        clean_lse = load_rows(CLEAN_LSE, row, inside, 0.0, CLEAN, not CHECK) * LOG2_E
+        grad_lse = load_rows(GRAD_LSE, row, inside, 0.0, CLEAN, not CHECK)
+        grad_first = load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS, not CHECK)
+        grad_second = load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS, not CHECK)
+        near = columns
+        if NEAR:
+            near = tl.where(is_near(start // SUM_BLOCK, start_n // SUM_BLOCK, window, SUM_BLOCK, WINDOW), columns, 0.0)
+        weights, grad_scores, grad_mu = _grad_tile(
+            q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second, near,
+            mask, mu, seed, head, batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
+            BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, NEAR, FAST, PRECISION,
+        )  # fmt: skip
+        acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
+        grad_scores = saturated(grad_scores, q.dtype)
+        acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
+        if ONE_PASS:
+            part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
+            # counted in 32 bits within a head: in this loop a 64-bit product costs as much as a random number
+            pointers = GRAD_Q + first_row * D + (rm[:, None] * D + rd[None, :])
+            if CHECK or not EVEN_D:
+                tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
+            else:
+                tl.atomic_add(pointers, part, sem="relaxed")
+        if MOMENTS:
+            acc_mu += grad_mu
+    return acc_k, acc_v, acc_mu
 
 
 @triton.jit
@@ -142,7 +245,7 @@ def grad_key_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (and dμ) of one block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
 
@@ -158,44 +261,36 @@ def grad_key_kernel(
     seed = tl.load(SEED + batch * seed_stride)
     noise_batch = tl.where(seed_stride == 0, batch, 0)
     acc_k, acc_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-    begin = (block * BN) // BM * BM if CAUSAL else 0
-    end = tl.minimum(M, (block + 1) * BN - 1 + window) if WINDOW else M
     for member in range(0, GROUP):
         head = key_head * GROUP + member
         wide_h = head.to(tl.int64)
         first_row = (wide_b * H + wide_h) * M
+        q_base, grad_base = Q + wide_b * stride_qb + wide_h * stride_qh, GRAD + wide_b * stride_gb + wide_h * stride_gh
         mask = MASK + wide_b * stride_mb + wide_h * stride_mh
+        begin, easy, in_low, rest, end = query_blocks(  # type: ignore[misc]
+            mask, stride_mn, block, M, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK
+        )
         mu = load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
+        columns = load_rows(GRAD_COLUMNS + (wide_b * H + wide_h) * N, rn, rn < N, 0.0, CAUSAL and COLUMNS == SUMS_OF_BLOCKS)
         acc_mu = tl.zeros([BN], tl.float32)
-        for start in range(begin, end, BM):
-            rm = start + tl.arange(0, BM)
-            row, inside = first_row + rm, rm < M
-            q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, not CHECK, EVEN_D)
-            grad = load_tile(GRAD + wide_b * stride_gb + wide_h * stride_gh, rm, stride_gm, rv, M, DV, not CHECK, EVEN_D)
-            lse = tl.load(LSE + row, mask=inside, other=float("inf"))
-            delta = tl.load(DELTA + row, mask=inside, other=0.0)
-            clean_lse = load_rows(CLEAN_LSE, row, inside, 0.0, CLEAN) * LOG2_E
-            grad_lse = load_rows(GRAD_LSE, row, inside, 0.0, CLEAN)
-            grad_first = load_rows(GRAD_FIRST, row, inside, 0.0, MOMENTS)
-            grad_second = load_rows(GRAD_SECOND, row, inside, 0.0, MOMENTS)
-            weights, grad_scores, grad_mu = _grad_tile(
-                q, k, v, grad, rm, rn, block * BN, lse, clean_lse, delta, grad_lse, grad_first, grad_second,
-                mask, mu, seed, head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn,
-                window, BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, FAST, PRECISION,
+        if CHECK:
+            acc_k, acc_v, acc_mu = _key_range(
+                acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, block * BN,
+                begin, in_low, rest, in_low + tl.cdiv(tl.maximum(end - rest, 0), BM),
+                LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, noise_batch, scale, strength,
+                dropped, kept, M, N, D, DV, stride_qm, stride_gm, stride_mm, stride_mn, window,
+                BM, BN, BD, BDV, WEIBULL, CLEAN, CAUSAL and COLUMNS == SUMS_OF_BLOCKS, MOMENTS, CAUSAL, WINDOW, DROPOUT,
+                HAS_MASK, True, EVEN_D, FAST, PRECISION, ONE_PASS, SUM_BLOCK, EDGE_STAGES,
             )  # fmt: skip
-            acc_v = tl.dot(tl.trans(weights.to(grad.dtype)), grad, acc_v, input_precision=PRECISION)
-            grad_scores = saturated(grad_scores, q.dtype)
-            acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
-            if ONE_PASS:
-                part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
-                # counted in 32 bits within a head: in this loop a 64-bit product costs as much as a random number
-                pointers = GRAD_Q + first_row * D + (rm[:, None] * D + rd[None, :])
-                if CHECK or not EVEN_D:
-                    tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
-                else:
-                    tl.atomic_add(pointers, part, sem="relaxed")
-            if MOMENTS:
-                acc_mu += grad_mu
+        if HAS_MASK != FULL_MASK:
+            acc_k, acc_v, acc_mu = _key_range(
+                acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, block * BN,
+                easy, 0, 0, (rest - easy) // BM,
+                LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, noise_batch, scale, strength,
+                dropped, kept, M, N, D, DV, stride_qm, stride_gm, stride_mm, stride_mn, window,
+                BM, BN, BD, BDV, WEIBULL, CLEAN, False, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, False, EVEN_D, FAST,
+                PRECISION, ONE_PASS, SUM_BLOCK, 0,
+            )  # fmt: skip
         if MOMENTS:
             tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
     first_column = (wide_b * N + block * BN) * key_heads + key_head
@@ -207,17 +302,12 @@ def grad_key_kernel(
         mask=inside_n & (rv < DV)[None, :],
     )
     if COLUMNS:
-        # dT_j Σ_i q_i over the queries of each key
+        # dT_j Σ_i q_i over the queries of each key; of whole blocks, a block of keys shares the sum
         for member in range(0, GROUP):
             head_row = wide_b * H + key_head * GROUP + member
             if COLUMNS == SUMS_OF_BLOCKS:
-                queries = Q + wide_b * stride_qb + (key_head * GROUP + member).to(tl.int64) * stride_qh
                 whole = QUERY_SUMS + (head_row * stride_sum + block * BN // SUM_BLOCK) * D
-                sums = tl.zeros([BN, BD], tl.float32) + tl.load(whole + rd, mask=rd < D, other=0.0)[None, :]
-                if CAUSAL:
-                    sums = add_near_queries(
-                        sums, queries, block * BN, stride_qm, M, D, window, BN, BM, BD, WINDOW, SUM_BLOCK, PRECISION
-                    )
+                sums = tl.load(whole + rd, mask=rd < D, other=0.0)[None, :]
             else:
                 sums = load_tile(
                     QUERY_SUMS + head_row * tl.where(stride_sum == 0, 1, N) * D, rn, stride_sum, rd, N, D, False, EVEN_D

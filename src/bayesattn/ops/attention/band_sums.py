@@ -2,16 +2,17 @@
 
 Without a mask all keys share one sum. Below the diagonal, or in a window below it, a block of keys shares the sum over the
 blocks of queries that all of its keys have in full; those are added up from one row per block. The rest are the blocks at
-the edges of the band: the one on the diagonal and, with a window, one or two at its far end. There the sum is the product
-of a triangle of ones and zeros with the block, on tensor cores: ones and zeros are exact in any type, so the result is, too.
+the edges of the band: the one on the diagonal and, with a window, one or two at its far end. Their entries are near: every
+kernel treats them one by one, in tiles that it has to check anyway, and never forms a sum for each query or key.
 
-Blocks have BLOCK rows, the same for queries and keys. With a window of w keys, query i has keys i − w + 1 to i.
+Blocks have BLOCK (SUM_BLOCK) rows, the same for queries and keys. With a window of w keys, query i has keys i − w + 1 to i.
+Block q of queries has block k of keys in full where 0 < q − k < w // BLOCK.
 """
 
 import triton
 import triton.language as tl
 
-from bayesattn.ops.common.tiles import in_band, load_tile
+from bayesattn.ops.common.tiles import KEY_MASK, in_band, key_range, load_tile
 
 # block sums that are loaded at once
 CHUNK = tl.constexpr(16)
@@ -56,24 +57,96 @@ def whole_key_blocks(block, blocks, window, BLOCK: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
-def add_near_queries(
-    sums, queries, start_n, stride_qm, M, D, window,
-    BN: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+def is_near(query_block, key_block, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a block of queries has only a part of a block of keys, if it has any."""
+    near = query_block == key_block
+    if WINDOW:
+        near = near | (query_block - key_block >= window // BLOCK)
+    return near
+
+
+@triton.jit
+def key_blocks(
+    mask, stride_mn, block, N, window,
+    BM: tl.constexpr, BN: tl.constexpr, SUM_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Return which keys a block of queries has: from begin to end, all of them from easy to rest.
+
+    The third number is how many tiles lie between begin and easy. Keys that a mask of keys lacks at either end are skipped.
+    """
+    begin, easy, end = 0, 0, N
+    if CAUSAL:
+        end = tl.minimum(N, (block + 1) * BM)
+    rest = end // BN * BN
+    if CAUSAL:
+        rest = tl.minimum(rest, block * BM // SUM_BLOCK * SUM_BLOCK)
+    if WINDOW:
+        begin = tl.maximum(block * BM - window + 1, 0) // BN * BN
+        last_sum_block = (block * BM + BM - 1) // SUM_BLOCK
+        easy = tl.maximum(last_sum_block + 1 - window // SUM_BLOCK, 0) * SUM_BLOCK
+    if HAS_MASK == KEY_MASK:
+        low, high, is_whole = key_range(mask, stride_mn, N)
+        begin, end = tl.maximum(begin, low // BN * BN), tl.minimum(end, high)
+        easy = tl.maximum(easy, tl.cdiv(low, BN) * BN)
+        rest = tl.where(is_whole, tl.minimum(rest, high // BN * BN), begin)
+    elif HAS_MASK:
+        rest = begin
+    rest = tl.maximum(rest, begin)
+    easy = tl.minimum(tl.maximum(easy, begin), rest)
+    return begin, easy, (easy - begin) // BN, rest, end
+
+
+@triton.jit
+def query_blocks(
+    mask, stride_mn, block, M, N, window,
+    BM: tl.constexpr, BN: tl.constexpr, SUM_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Return which queries a block of keys has: from begin to end, all of them, for all of the keys, from easy to rest.
+
+    The third number is how many tiles lie between begin and easy. A block without a key has none.
+    """
+    begin, easy, end = 0, 0, M
+    rest = M // BM * BM
+    sum_block = block * BN // SUM_BLOCK
+    if CAUSAL:
+        begin = block * BN // BM * BM
+        easy = (sum_block + 1) * SUM_BLOCK
+    if WINDOW:
+        end = tl.minimum(M, (block + 1) * BN - 1 + window)
+        rest = tl.minimum(rest, (sum_block + window // SUM_BLOCK) * SUM_BLOCK)
+    if HAS_MASK == KEY_MASK:
+        rn = block * BN + tl.arange(0, BN)
+        keys = tl.sum((tl.load(mask + rn * stride_mn, mask=rn < N, other=0) != 0).to(tl.int32), 0)
+        end = tl.where(keys > 0, end, begin)
+        rest = tl.where(keys == BN, rest, begin)
+    elif HAS_MASK:
+        rest = begin
+    else:
+        rest = tl.where((block + 1) * BN <= N, rest, begin)
+    rest = tl.maximum(rest, begin)
+    easy = tl.minimum(tl.maximum(easy, begin), rest)
+    return begin, easy, (easy - begin) // BM, rest, end
+
+
+@triton.jit
+def add_near_products(
+    sums, queries, k, start_n, stride_qm, M, D, window, BLOCK: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries of BN keys that are not in whole blocks: of the block on the diagonal, and at the window's end."""
-    rn, rd = start_n + tl.arange(0, BN), tl.arange(0, BD)
-    first = start_n // BLOCK * BLOCK
-    for start in range(first, tl.minimum(M, first + BLOCK), BM):
-        rm = start + tl.arange(0, BM)
-        q = load_tile(queries, rm, stride_qm, rd, M, D, False, False)
-        sums = tl.dot(tl.trans(in_band(rm, rn, window, WINDOW)).to(q.dtype), q, sums, input_precision=PRECISION)
+    """Add Σ_i q_i · k_j over the queries of a block of keys that are not in whole blocks."""
+    rn, rd = start_n + tl.arange(0, BLOCK), tl.arange(0, BD)
+    q = load_tile(queries, rn, stride_qm, rd, M, D, False, False)
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    sums += tl.sum(tl.where(in_band(rn, rn, window, WINDOW), products, 0.0), 0)
     if WINDOW:
-        low = first + tl.maximum(1, window // BLOCK) * BLOCK
-        for start in range(low, tl.minimum(M, start_n + BN - 1 + window), BM):
-            rm = start + tl.arange(0, BM)
+        low = start_n + tl.maximum(1, window // BLOCK) * BLOCK
+        for start in range(low, tl.minimum(M, start_n + BLOCK - 1 + window), BLOCK):
+            rm = start + tl.arange(0, BLOCK)
             q = load_tile(queries, rm, stride_qm, rd, M, D, False, False)
-            sums = tl.dot(tl.trans(in_band(rm, rn, window, WINDOW)).to(q.dtype), q, sums, input_precision=PRECISION)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            sums += tl.sum(tl.where(in_band(rm, rn, window, WINDOW), products, 0.0), 0)
     return sums
 
 
@@ -90,15 +163,4 @@ def add_near_rows(sums, numbers, start_n, M, window, WINDOW: tl.constexpr, BLOCK
             rm = start + tl.arange(0, BLOCK)
             x = tl.load(numbers + rm, mask=rm < M, other=0.0)
             sums += tl.sum(tl.where(in_band(rm, rn, window, WINDOW), x[:, None], 0.0), 0)
-    return sums
-
-
-@triton.jit
-def product_with_ones(ones, x, sums, WIDEN: tl.constexpr):
-    """Return ones · x + sums for a matrix of ones and zeros and one of float32, to 16 bits or, with WIDEN, to all."""
-    if WIDEN:
-        sums = tl.dot(ones.to(tl.float32), x, sums, input_precision="ieee")
-    else:
-        ones, high = ones.to(tl.bfloat16), x.to(tl.bfloat16)
-        sums = tl.dot(ones, high, tl.dot(ones, (x - high.to(tl.float32)).to(tl.bfloat16), sums))
     return sums

@@ -7,21 +7,23 @@ noise and log-sum-exps are in units of log 2.
 import triton
 import triton.language as tl
 
+from bayesattn.ops.attention.band_sums import key_blocks
 from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
-from bayesattn.ops.common.tiles import allowed_entries, block_and_head, load_tile
+from bayesattn.ops.common.tiles import FULL_MASK, allowed_entries, block_and_head, edge_start, load_tile
 
 
 @triton.jit
 def _forward_range(
-    acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, high, head, batch, scale, strength,
-    dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
+    acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, in_low, high, tiles, head,
+    batch, scale, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
-    WINDOW: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key blocks of [low, high) into the running output and sums of one block of queries."""
+    """Fold `tiles` blocks of keys, which start as `edge_start` says, into the output and sums of a block of queries."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for start in range(low, high, BN):
+    for tile in tl.range(0, tiles, num_stages=STAGES or None):
+        start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -63,20 +65,25 @@ def forward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     MOMENTS: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_BLOCK: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries.
 
-    With SUMS also the sum of its queries, of its clean log-sum-exps, and the number of its rows that have a key.
+    With SUMS also the sums of its queries and of its clean log-sum-exps, and the number of its rows that have a key, for
+    every SUM_BLOCK rows.
     """
-    block, bh, blocks = block_and_head(M, BM)  # type: ignore[misc]
+    block, bh, _blocks = block_and_head(M, BM, CAUSAL)  # type: ignore[misc]
     head, batch = bh % H, bh // H
     rm = block * BM + tl.arange(0, BM)
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
     wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
     q = load_tile(Q + wide_b * stride_qb + wide_h * stride_qh, rm, stride_qm, rd, M, D, False, EVEN_D)
-    place = bh.to(tl.int64) * blocks + block
+    parts: tl.constexpr = BM // SUM_BLOCK
+    part = block * parts + tl.arange(0, parts)
+    place, is_part = bh.to(tl.int64) * tl.cdiv(M, SUM_BLOCK) + part, part < tl.cdiv(M, SUM_BLOCK)
     if SUMS:
-        tl.store(QUERY_SUMS + place * D + rd, tl.sum(q.to(tl.float32), 0), mask=rd < D)
+        sums = tl.sum(tl.reshape(q.to(tl.float32), [parts, SUM_BLOCK, BD]), 1)
+        tl.store(QUERY_SUMS + place[:, None] * D + rd[None, :], sums, mask=is_part[:, None] & (rd < D)[None, :])
     k_base = K + wide_b * stride_kb + (wide_h // GROUP) * stride_kh
     v_base = V + wide_b * stride_vb + (wide_h // GROUP) * stride_vh
     mask = MASK + wide_b * stride_mb + wide_h * stride_mh
@@ -88,38 +95,25 @@ def forward_kernel(
     top = tl.full([BM], -float("inf"), tl.float32)
     total, clean = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     first, second = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
-    if HAS_MASK:
-        easy = 0
-    elif CAUSAL:
-        easy = tl.minimum(block * BM, N) // BN * BN
-    elif EVEN_N:
-        easy = N
-    else:
-        easy = N // BN * BN
-    begin = 0
-    if WINDOW:
-        # from the first key of the block's first row; up to the first key that its last row has, too, tiles are checked
-        begin = tl.minimum(tl.maximum(block * BM - window + 1, 0) // BN * BN, end)
-        easy = tl.maximum(easy, begin)
-        in_all = tl.cdiv(tl.maximum((block + 1) * BM - window, 0), BN) * BN
-        in_all = tl.minimum(tl.maximum(in_all, begin), easy)
+    begin, easy, in_low, rest, end = key_blocks(  # type: ignore[misc]
+        mask, stride_mn, block, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK
+    )
+    if HAS_MASK != FULL_MASK:
         acc, top, total, clean, first, second = _forward_range(
-            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, begin, in_all, head, noise_batch,
-            scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
-            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, WINDOW, EVEN_D, FAST, PRECISION,
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, 0, 0, (rest - easy) // BN,
+            head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm,
+            stride_mn, window,
+            BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, False, WINDOW, EVEN_D, FAST, PRECISION,
+            0,
         )  # fmt: skip
-        begin = in_all
-    acc, top, total, clean, first, second = _forward_range(
-        acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, begin, easy, head, noise_batch,
-        scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
-        BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, False, WINDOW, EVEN_D, FAST, PRECISION,
-    )  # fmt: skip
     if HAS_MASK or CAUSAL or not EVEN_N:
+        edges = in_low + tl.cdiv(tl.maximum(end - rest, 0), BN)
         acc, top, total, clean, first, second = _forward_range(
-            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, end, head, noise_batch,
-            scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, begin, in_low, rest, edges,
+            head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm,
+            stride_mn, window,
             BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, WINDOW, EVEN_D, FAST, PRECISION,
+            EDGE_STAGES,
         )  # fmt: skip
     has_key = top > -float("inf")
     out = acc / tl.where(has_key, total, 1.0)[:, None]
@@ -135,8 +129,10 @@ def forward_kernel(
         lse = tl.where(has_key, (top + tl.log2(tl.where(has_key, clean, 1.0))) * LN_2, 0.0)
         tl.store(CLEAN_LSE + row, lse, mask=inside)
         if SUMS:
-            tl.store(ROW_SUMS + 2 * place, tl.sum(tl.where(inside, lse, 0.0), 0))
-            tl.store(ROW_SUMS + 2 * place + 1, tl.sum(tl.where(inside & has_key, 1.0, 0.0), 0))
+            of_lse = tl.sum(tl.reshape(tl.where(inside, lse, 0.0), [parts, SUM_BLOCK]), 1)
+            rows = tl.sum(tl.reshape(tl.where(inside & has_key, 1.0, 0.0), [parts, SUM_BLOCK]), 1)
+            tl.store(ROW_SUMS + 2 * place, of_lse, mask=is_part)
+            tl.store(ROW_SUMS + 2 * place + 1, rows, mask=is_part)
     if MOMENTS:
         tl.store(FIRST + row, first, mask=inside)
         tl.store(SECOND + row, second, mask=inside)

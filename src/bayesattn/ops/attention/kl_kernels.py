@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 
 from bayesattn.ops.attention.band_sums import (
-    add_near_queries,
+    add_near_products,
     add_near_rows,
     add_numbers,
     add_rows,
-    product_with_ones,
     whole_key_blocks,
     whole_query_blocks,
 )
@@ -120,14 +119,15 @@ def weibull_kl_kernel(
     low, high = whole_query_blocks(block, query_blocks, window, BLOCK, CAUSAL, WINDOW)
     others = add_rows(QUERY_SUMS + row * query_blocks * D, low, high, rd, D, BD)
     tl.store(OTHER_QUERIES + place * D + rd, others, mask=rd < D)
-    queries = tl.zeros([BLOCK, BD], tl.float32) + others[None, :]
+    k = load_tile(K + batch * stride_kb + (head // GROUP) * stride_kh, r, stride_kn, rd, N, D, False, False)
+    products = tl.sum(k.to(tl.float32) * others[None, :], 1)
     if CAUSAL:
-        queries = add_near_queries(
-            queries, Q + batch * stride_qb + head * stride_qh, block * BLOCK, stride_qm, M, D, window, BLOCK, BLOCK, BD,
-            WINDOW, BLOCK, PRECISION,
+        near = add_near_products(
+            tl.zeros([BLOCK], tl.float32), Q + batch * stride_qb + head * stride_qh, k, block * BLOCK, stride_qm, M, D,
+            window, BLOCK, BD, WINDOW, PRECISION,
         )  # fmt: skip
-    k = load_tile(K + batch * stride_kb + (head // GROUP) * stride_kh, r, stride_kn, rd, N, D, False, False).to(tl.float32)
-    products = tl.sum(k * queries, 1) * scale
+        products += near
+    products *= scale
     if not RAW:
         lses = tl.zeros([BLOCK], tl.float32) + add_numbers(sums_of_rows, low, high, 2)
         if CAUSAL:
@@ -140,7 +140,7 @@ def weibull_kl_kernel(
         WINDOW,
     )  # fmt: skip
     tl.store(ALPHA_SUMS + place, tl.sum(alpha, 0))
-    tl.store(KEY_SUMS + place * D + rd, tl.sum(alpha[:, None] * k, 0), mask=rd < D)
+    tl.store(KEY_SUMS + place * D + rd, tl.sum(alpha[:, None] * k.to(tl.float32), 0), mask=rd < D)
     of_keys = tl.where(count > 0.0, count * key_term(alpha, log_alpha, slope, constant) - alpha * products, 0.0)
     if RAW:
         has_key = tl.load(NOISY_LSE + row * M + r, mask=r < M, other=float("inf")) < float("inf")
@@ -168,18 +168,18 @@ def weibull_kl_kernel(
 
 @triton.jit
 def weibull_prepare_kernel(
-    K, OUT, GRAD, GRAD_KL, PRODUCTS, LSE, PRIOR, VALID, WEIGHT, KEY_SUMS, ALPHA_SUMS, DELTA, START_Q,
+    OUT, GRAD, GRAD_KL, PRODUCTS, LSE, PRIOR, VALID, WEIGHT, KEY_SUMS, ALPHA_SUMS, DELTA, START_Q,
     GRAD_Q, GRAD_COLUMNS, GRAD_LSE, GRAD_PRIOR,
-    stride_kb, stride_kh, stride_kn, stride_gb, stride_gh, stride_gm, stride_kl, stride_pb, stride_ph, stride_vb,
-    H, GROUP, M, N, D, DV, window, scale, log_alpha_shift, slope, log_beta, log_cap,
+    stride_gb, stride_gh, stride_gm, stride_kl, stride_pb, stride_ph, stride_vb,
+    H, M, N, D, DV, window, scale, log_alpha_shift, slope, log_beta, log_cap,
     HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    ONE_PASS: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WIDEN: tl.constexpr,
+    ONE_PASS: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     """What the backward kernels start from: δ_i = O_i · dO_i, the start of dQ, and the gradients of the KL.
 
         dT_j = −α_j        dLSE_i = R_i'  or  Σ_j α_j        d ln α_j = α_j (m_j (slope + ψ(1 + α_j)) − P_j) − m_j
 
-    dQ_i starts from scale Σ_j dT_j k_j over the keys of query i, a row for each, or one for all where they share it.
+    dQ_i starts from scale Σ_j dT_j k_j over the whole blocks of keys of query i: a row per block, or one for all.
     """
     block, bh, blocks = block_and_head(tl.maximum(M, N), BLOCK)  # type: ignore[misc]
     batch, head, row = (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64)
@@ -203,30 +203,23 @@ def weibull_prepare_kernel(
     low, high = whole_key_blocks(block, tl.cdiv(N, BLOCK), window, BLOCK, CAUSAL, WINDOW)
     whole = add_rows(KEY_SUMS + row * blocks * D, low, high, rd, D, BD)
     alphas = tl.zeros([BLOCK], tl.float32) + add_numbers(ALPHA_SUMS + row * blocks, low, high, 1)
-    start = tl.zeros([BLOCK, BD], tl.float32) + whole[None, :]
     if CAUSAL:
-        keys = K + batch * stride_kb + (head // GROUP) * stride_kh
-        k = load_tile(keys, r, stride_kn, rd, N, D, False, False).to(tl.float32)
-        band = in_band(r, r, window, WINDOW)
-        alphas += tl.sum(tl.where(band, alpha[None, :], 0.0), 1)
-        start = product_with_ones(band, alpha[:, None] * k, start, WIDEN)
+        alphas += tl.sum(tl.where(in_band(r, r, window, WINDOW), alpha[None, :], 0.0), 1)
         if WINDOW:
             for near in range(tl.maximum(block * BLOCK - window + 1, 0) // BLOCK, tl.minimum(block, low)):
                 rn = near * BLOCK + tl.arange(0, BLOCK)
                 _near_keys, near_alpha, _near_count = _load_keys(  # type: ignore[misc]
                     prior, valid, rn, M, N, window, log_alpha_shift, HAS_PRIOR, HAS_VALID, CAUSAL, WINDOW
                 )
-                k = load_tile(keys, rn, stride_kn, rd, N, D, False, False).to(tl.float32)
-                band = in_band(r, rn, window, WINDOW)
-                alphas += tl.sum(tl.where(band, near_alpha[None, :], 0.0), 1)
-                start = product_with_ones(band, near_alpha[:, None] * k, start, WIDEN)
+                alphas += tl.sum(tl.where(in_band(r, rn, window, WINDOW), near_alpha[None, :], 0.0), 1)
     if RAW:
         alphas = row_mass_slope(tl.load(LSE + row * M + r, mask=r < M, other=0.0), log_beta, log_cap)
     tl.store(GRAD_LSE + row * M + r, alphas * pull, mask=r < M)
-    in_rows = (r < M)[:, None] & (rd < D)[None, :]
     if ONE_PASS:
-        tl.store(GRAD_Q + (row * M + r)[:, None] * D + rd[None, :], start * (-pull * scale), mask=in_rows)
+        start = tl.zeros([BLOCK, BD], tl.float32) + (whole * (-pull * scale))[None, :]
+        in_rows = (r < M)[:, None] & (rd < D)[None, :]
+        tl.store(GRAD_Q + (row * M + r)[:, None] * D + rd[None, :], start, mask=in_rows)
     elif CAUSAL:
-        tl.store(START_Q + (row * M + r)[:, None] * D + rd[None, :], start * -pull, mask=in_rows)
+        tl.store(START_Q + (row * blocks + block) * D + rd, whole * -pull, mask=rd < D)
     else:
         tl.store(START_Q + row * D + rd, whole * -pull, mask=(rd < D) & (block == 0))

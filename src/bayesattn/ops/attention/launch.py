@@ -22,11 +22,12 @@ BLOCKS = {
     ("grad_key", 64): (64, 64, 4, 4),
     ("grad_key", 128): (64, 64, 4, 2),
 }
-
-
-# the switches of Weibull attention with a KL and nothing else
-PLAIN_FORWARD = {"WEIBULL": True, "CLEAN": True, "MOMENTS": False, "SUMS": True}
-PLAIN_FORWARD |= {"CAUSAL": False, "WINDOW": False, "DROPOUT": False}
+# the same for the tiles at the edges of a band, of which there are few; 0 is as many stages as elsewhere
+EDGE_STAGES = {"forward": 1, "grad_query": 1, "grad_key": 0}
+# registers per thread where the compiler takes a few more than let one more block share a multiprocessor
+MOST_REGISTERS = {("forward", 64): 128}
+# rows of queries or keys that are added up together; at most the rows and columns of every backward tile
+SUM_BLOCK = 64
 # enough for the lengths of a data set
 MOST_LAUNCHES = 4096
 
@@ -134,7 +135,7 @@ def forward_launch(
     return prepared(
         forward_kernels.forward_kernel, grid_of(m, constants["BM"], b * h), *strides, h, h // hk, m, n, d, dv,
         band.window or 0, int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout), **constants,
-        EVEN_N=n % constants["BN"] == 0,
+        EVEN_N=n % constants["BN"] == 0, SUM_BLOCK=SUM_BLOCK,
     )  # fmt: skip
 
 
@@ -163,8 +164,8 @@ def gradient_launches(
         mask: As above.
         mu: As above.
         grad: Layout of dO.
-        rows: Distances of two rows of Σ_i q_i, behind the column sums, and of Σ_j dT_j k_j; or, of the former, how many
-            sums over blocks a head has.
+        rows: Distances of two rows of Σ_i q_i, behind the column sums, and of Σ_j dT_j k_j; or how many sums over blocks
+            of either a head has.
         noise: As above.
         scale: As above.
         band: As above.
@@ -193,17 +194,11 @@ def gradient_launches(
         is_checked = band.is_causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
         length, block, heads = (n, constants["BN"], hk) if name == "grad_key" else (m, constants["BM"], h)
         grid = grid_of(length, block, b * heads)
-        return prepared(kernel, grid, *strides, rows, *numbers, **constants, CHECK=is_checked, **more)
+        constants |= {"CHECK": is_checked, "SUM_BLOCK": SUM_BLOCK, **more}
+        return prepared(kernel, grid, *strides, rows, *numbers, **constants)
 
-    grad_key = of(
-        backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass, SUM_BLOCK=sum_block(query, value)
-    )
+    grad_key = of(backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass)
     return grad_key, None if in_one_pass else of(backward_kernels.grad_query_kernel, "grad_query", rows[1])
-
-
-def sum_block(query: Layout, value: Layout) -> int:
-    """Return how many queries the forward kernel adds up, which is also the block of the KL's kernels."""
-    return blocks("forward", max(query.shape[-1], value.shape[-1]), query.dtype)["BM"]
 
 
 def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | None, **switches: int) -> dict:
@@ -212,8 +207,10 @@ def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | N
     bd, bdv = map(padded, sizes)
     has_mask = 0 if mask is None else (KEY_MASK if mask.shape[2] == 1 else FULL_MASK).value
     is_float = query.dtype == torch.float32
-    # with the clean sum the compiler takes 136 registers, and three blocks share a multiprocessor; 128 do, and four fit
-    is_tight = (kernel, max(sizes) <= 64, has_mask, is_float) == ("forward", True, 0, False) and switches == PLAIN_FORWARD
+    widest = max(sizes)
+    # moments, dropout and a mask of single entries need more: a cap would only make them spill
+    is_large = is_float or widest > 128 or has_mask == FULL_MASK.value or switches["MOMENTS"] or switches["DROPOUT"]
+    registers = None if is_large else MOST_REGISTERS.get((kernel, 64 if widest <= 64 else 128))
     return {
         **blocks(kernel, max(sizes), query.dtype),
         **switches,
@@ -223,7 +220,9 @@ def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | N
         "EVEN_D": sizes == (bd, bdv),
         "FAST": not is_float and not INTERPRETED,
         "PRECISION": "ieee" if is_float else "tf32",
-        **({"maxnreg": 128} if is_tight else {}),
+        # a mask of single entries makes every tile an edge
+        "EDGE_STAGES": 0 if has_mask == FULL_MASK.value else EDGE_STAGES[kernel],
+        **({} if registers is None else {"maxnreg": registers}),
     }
 
 

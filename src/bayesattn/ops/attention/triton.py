@@ -267,9 +267,11 @@ def _backward(
             first, second = gradient_launches(*kind)
             read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, lse if clean is None else clean)
             read = (*read, delta, *rows)
-            first(*read, grad_columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
+            # an unused pointer still has to be valid
+            columns = lse if grad_columns is None else grad_columns
+            first(*read, columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
             if second is not None:
-                second(*read, start, grad_query)
+                second(*read, columns, start, grad_query)
     return finished(grad_query, query.dtype), grad_key, grad_value, grad_mu
 
 

@@ -23,6 +23,7 @@ from bayesattn.ops.attention.backward_kernels import SUMS_OF_BLOCKS
 from bayesattn.ops.attention.kl import LOG_ROW_CAP
 from bayesattn.ops.attention.launch import (
     MOST_LAUNCHES,
+    SUM_BLOCK,
     Band,
     Layout,
     Noise,
@@ -37,10 +38,8 @@ from bayesattn.ops.attention.launch import (
     optional_pointers,
     padded,
     rows_first,
-    sum_block,
 )
 from bayesattn.ops.attention.masking import num_entries
-from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.common.launch import Launch, prepared
 from bayesattn.ops.common.tape import Tape
 from bayesattn.ops.prior.launch import launch_prior, launch_prior_gradient, prior_sums_shape
@@ -120,21 +119,16 @@ class Problem(NamedTuple):
         return {
             **switches,
             "RAW": self.divergence.score_form == "raw",
-            "BLOCK": self.block,
+            "BLOCK": SUM_BLOCK,
             "BD": padded(self.query.shape[-1]),
             # on the diagonal a program waits for one tile after the other
-            "num_warps": 4 if self.block * widest <= SMALL_TILE and not self.band.is_causal else 8,
+            "num_warps": 4 if SUM_BLOCK * widest <= SMALL_TILE and not self.band.is_causal else 8,
         }
-
-    @property
-    def block(self) -> int:
-        """How many queries or keys are added up together."""
-        return sum_block(self.query, self.value)
 
     @property
     def blocks(self) -> int:
         """How many programs the kernels of the KL have for a head."""
-        return blocks_of(max(self.query.shape[2], self.key.shape[2]), self.block)
+        return blocks_of(max(self.query.shape[2], self.key.shape[2]), SUM_BLOCK)
 
     @property
     def precision(self) -> str:
@@ -164,22 +158,21 @@ class Workspace(NamedTuple):
         return torch.split_with_sizes(memory, self.sizes)
 
 
-def kept_arrays(query: Sequence[int], keys: int, block: int, has_network: bool = False) -> Workspace:
+def kept_arrays(query: Sequence[int], keys: int, has_network: bool = False) -> Workspace:
     """Return the arrays that the forward pass keeps: both LSEs, P_j, sums of blocks, the KL's weights, and a network's ln Ψ.
 
     Args:
         query: Shape of the queries.
         keys: How many keys there are.
-        block: How many rows are added up.
         has_network: Whether ln Ψ is computed on the way.
 
     The sums are of queries, of LSEs and numbers of rows, of queries in whole blocks, of keys, and of α.
     """
     b, h, m, d = query
-    rows, blocks = b * h, blocks_of(max(m, keys), block)
+    rows, blocks = b * h, blocks_of(max(m, keys), SUM_BLOCK)
     sums = rows * blocks * d
     return Workspace.of(
-        rows * m, rows * m, rows * keys, rows * blocks_of(m, block) * d, rows * blocks_of(m, block) * 2, sums, sums,
+        rows * m, rows * m, rows * keys, rows * blocks_of(m, SUM_BLOCK) * d, rows * blocks_of(m, SUM_BLOCK) * 2, sums, sums,
         rows * blocks, rows, rows * keys if has_network else 0,
     )  # fmt: skip
 
@@ -192,9 +185,9 @@ def _arrays(problem: Problem, in_one_pass: bool) -> tuple[Workspace, Workspace]:
     """
     (b, h, m, d), n, has_network = problem.query.shape, problem.key.shape[2], problem.network is not None
     rows = b * h
-    start = 0 if in_one_pass else m * d if problem.band.is_causal else d
+    start = 0 if in_one_pass else problem.blocks * d if problem.band.is_causal else d
     own = Workspace.of(rows * m, rows * m, rows * n, rows * start, rows * n if has_network else 0)
-    return kept_arrays(problem.query.shape, n, problem.block, has_network), own
+    return kept_arrays(problem.query.shape, n, has_network), own
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -204,7 +197,7 @@ def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
     attend = forward_launch(query, key, value, problem.mask, None, problem.noise, scale, band, True, True)
     divergence = prepared(
-        kl_kernels.weibull_kl_kernel, grid_of(max(m, n), problem.block, b * h), *query.strides[:3], *key.strides[:3],
+        kl_kernels.weibull_kl_kernel, grid_of(max(m, n), SUM_BLOCK, b * h), *query.strides[:3], *key.strides[:3],
         *problem.strides,
         h, h // hk, m, n, d, band.window or 0, float(num_entries(m, n, *band)), scale, *problem.numbers.values(),
         **problem.constants, PER=DIVIDE[problem.divergence.reduction], PRECISION=problem.precision,
@@ -217,17 +210,17 @@ def _backward_launches(
     problem: Problem, grad: Layout, stride_kl: int, in_one_pass: bool
 ) -> tuple[Launch, Launch, Launch | None]:
     """Return the launches of what all gradients need, of those of key and value, and of the query's."""
-    (b, h, m, d), (hk, n), dv, band = problem.query.shape, problem.key.shape[1:3], problem.value.shape[-1], problem.band
+    (b, h, m, d), n, dv, band = problem.query.shape, problem.key.shape[2], problem.value.shape[-1], problem.band
     shared = (problem.numbers[name] for name in ("log_alpha_shift", "slope", "log_beta", "log_cap"))
     prepare = prepared(
-        kl_kernels.weibull_prepare_kernel, grid_of(max(m, n), problem.block, b * h), *problem.key.strides[:3],
-        *grad.strides[:3], stride_kl,
-        *problem.strides, h, h // hk, m, n, d, dv, band.window or 0, problem.scale, *shared, **problem.constants,
-        ONE_PASS=in_one_pass, BDV=padded(dv), WIDEN=INTERPRETED or problem.query.dtype == torch.float32,
+        kl_kernels.weibull_prepare_kernel, grid_of(max(m, n), SUM_BLOCK, b * h), *grad.strides[:3], stride_kl,
+        *problem.strides, h, m, n, d, dv, band.window or 0, problem.scale, *shared, **problem.constants,
+        ONE_PASS=in_one_pass, BDV=padded(dv),
     )  # fmt: skip
     gradients = gradient_launches(
-        problem.query, problem.key, problem.value, problem.mask, None, grad, (problem.blocks, d if band.is_causal else 0),
-        problem.noise, problem.scale, band, True, SUMS_OF_BLOCKS.value, in_one_pass,
+        problem.query, problem.key, problem.value, problem.mask, None, grad,
+        (problem.blocks, problem.blocks if band.is_causal else 1), problem.noise, problem.scale, band, True,
+        SUMS_OF_BLOCKS.value, in_one_pass,
     )  # fmt: skip
     return prepare, *gradients
 
@@ -341,13 +334,13 @@ def _launch_backward(plan: Plan, in_one_pass: bool, weights: Sequence[Tensor], *
         prior, grad_prior = own_prior, own_grad_prior
     prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
     prepare(
-        key, out, grad, grad_kl, products, clean, clean if prior is None else prior, clean if valid is None else valid,
+        out, grad, grad_kl, products, clean, clean if prior is None else prior, clean if valid is None else valid,
         weight, key_sums, alpha_sums, delta, start, grad_query, grad_columns, grad_lse,
         products if grad_prior is None else grad_prior,
     )  # fmt: skip
     read = (query, key, value, *optional_pointers(valid, None, seed), grad, lse, clean, delta, grad_lse, None, None)
     gradients(*read, grad_columns, others, grad_query, grad_key, grad_value, None)
     if last is not None:
-        last(*read, start, grad_query)
+        last(*read, grad_columns, start, grad_query)
     if problem.network is not None:
         launch_prior_gradient(problem.key, problem.network, key, weights, valid, own_prior, own_grad_prior, prior_key, sums)

@@ -7,14 +7,44 @@ import triton.language as tl
 FULL_MASK, KEY_MASK = tl.constexpr(1), tl.constexpr(2)
 
 
+# keys of a mask that are read at once
+MASK_CHUNK = tl.constexpr(1024)
+
+
 @triton.jit
-def block_and_head(length, BLOCK: tl.constexpr):
+def block_and_head(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr = False):  # type: ignore[assignment]
     """Return the block and the head of a program, and the number of blocks per head.
 
-    Programs are on one axis, blocks first: the other axes of a grid end at 65,535, and there may be more heads.
+    Programs are on one axis, blocks first: the other axes of a grid end at 65,535, and there may be more heads. With
+    LAST_FIRST the last block of a head starts first: below a diagonal it is the longest, and short ones fill the end.
     """
     program, blocks = tl.program_id(0), tl.cdiv(length, BLOCK)
-    return program % blocks, program // blocks, blocks
+    block = program % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, program // blocks, blocks
+
+
+@triton.jit
+def key_range(mask, stride, N):
+    """Return the first key of a mask of keys, the one after the last, and whether all between exist; 0, 0 if none does."""
+    lows, highs = tl.full([MASK_CHUNK], 2147483647, tl.int32), tl.zeros([MASK_CHUNK], tl.int32)
+    counts = tl.zeros([MASK_CHUNK], tl.int32)
+    for start in range(0, N, MASK_CHUNK):
+        rn = start + tl.arange(0, MASK_CHUNK)
+        exists = tl.load(mask + rn * stride, mask=rn < N, other=0) != 0
+        lows = tl.where(exists, tl.minimum(lows, rn), lows)
+        highs = tl.where(exists, rn + 1, highs)
+        counts += exists.to(tl.int32)
+    high = tl.max(highs, 0)
+    low = tl.minimum(tl.min(lows, 0), high)
+    return low, high, tl.sum(counts, 0) == high - low
+
+
+@triton.jit
+def edge_start(tile, low, in_low, high, BLOCK: tl.constexpr):
+    """Return where one of the tiles at both ends of a range starts: `in_low` of them from `low` on, the rest from `high`."""
+    return tl.where(tile < in_low, low + tile * BLOCK, high + (tile - in_low) * BLOCK)
 
 
 @triton.jit
@@ -62,9 +92,11 @@ def load_tile(base, rows, stride, columns, limit, D, EVEN_ROWS: tl.constexpr, EV
 
 
 @triton.jit
-def load_rows(ROWS, row, inside, other, USE: tl.constexpr):
-    """Load one number per row, or zeros where there is nothing to load."""
-    if USE:
-        return tl.load(ROWS + row, mask=inside, other=other)
-    else:
+def load_rows(ROWS, row, inside, other, USE: tl.constexpr, EVEN: tl.constexpr = False):  # type: ignore[assignment]
+    """Load one number per row, or zeros where there is nothing to load; with EVEN every row exists."""
+    if not USE:
         return tl.zeros_like(inside).to(tl.float32)
+    elif EVEN:
+        return tl.load(ROWS + row)
+    else:
+        return tl.load(ROWS + row, mask=inside, other=other)
