@@ -6,21 +6,23 @@ Conventions as in `forward_kernels.py`: sizes M N D, tiles BM BN BD; scores are 
 import triton
 import triton.language as tl
 
+from bayesattn.ops.attention.band_sums import key_blocks
 from bayesattn.ops.common.draws import LN_2, LOG2_E, fast_exp2
-from bayesattn.ops.common.tiles import allowed_entries, load_tile
+from bayesattn.ops.common.tiles import FULL_MASK, allowed_entries, edge_start, load_tile
 
 
 @triton.jit
 def _fold(
-    top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, low, high, scale, softcap,
-    M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
+    top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, low, in_low, high, tiles, scale,
+    softcap, M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key blocks of [low, high) into the running sums of one block of queries."""
+    """Fold `tiles` blocks of keys, which start as `edge_start` says, into the running sums of one block of queries."""
     rd = tl.arange(0, BD)
-    for start in range(low, high, BN):
+    for tile in range(0, tiles):
+        start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -77,21 +79,19 @@ def statistics_kernel(
     top = tl.full([BM], -float("inf"), tl.float32)
     total, weighted = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     shared, keys = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    end = tl.minimum(N, (block + 1) * BM) if CAUSAL else N
-    if HAS_MASK:
-        easy = 0
-    elif CAUSAL:
-        easy = tl.minimum(block * BM, N) // BN * BN
-    else:
-        easy = N // BN * BN
+    begin, easy, in_low, rest, end = key_blocks(  # type: ignore[misc]
+        mask, stride_mn, block, N, 0, BM, BN, BM, CAUSAL, False, HAS_MASK
+    )
+    if HAS_MASK != FULL_MASK:
+        top, total, weighted, shared, keys = _fold(
+            top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, easy, 0, 0, (rest - easy) // BN,
+            scale * LOG2_E, softcap, M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
+            BM, BN, BD, CAUSAL, HAS_MASK, HAS_BIAS, HAS_POSITIONS, SOFTCAP, False, EVEN_D, FAST, PRECISION,
+        )  # fmt: skip
+    edges = in_low + tl.cdiv(tl.maximum(end - rest, 0), BN)
     top, total, weighted, shared, keys = _fold(
-        top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, 0, easy, scale * LOG2_E, softcap,
-        M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
-        BM, BN, BD, CAUSAL, HAS_MASK, HAS_BIAS, HAS_POSITIONS, SOFTCAP, False, EVEN_D, FAST, PRECISION,
-    )  # fmt: skip
-    top, total, weighted, shared, keys = _fold(
-        top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, easy, end, scale * LOG2_E, softcap,
-        M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
+        top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, begin, in_low, rest, edges,
+        scale * LOG2_E, softcap, M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
         BM, BN, BD, CAUSAL, HAS_MASK, HAS_BIAS, HAS_POSITIONS, SOFTCAP, True, EVEN_D, FAST, PRECISION,
     )  # fmt: skip
     row, inside, has_key = bh.to(tl.int64) * M + rm, rm < M, total > 0.0
