@@ -102,7 +102,7 @@ def _query_range(
 ):  # fmt: skip
     """Add to dQ of one block of queries what `tiles` blocks of keys give, which start as `edge_start` says."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for tile in tl.range(0, tiles, num_stages=STAGES or None):
+    for tile in tl.range(0, tiles, num_stages=STAGES or None):  # type: ignore[misc]
         start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
@@ -199,7 +199,7 @@ def _key_range(
 ):  # fmt: skip
     """Add to dK, dV and dμ of one block of keys what `tiles` blocks of queries give, which start as `edge_start` says."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for tile in tl.range(0, tiles, num_stages=STAGES or None):
+    for tile in tl.range(0, tiles, num_stages=STAGES or None):  # type: ignore[misc]
         start = edge_start(tile, low, in_low, high, BM) if CHECK else low + tile * BM
         rm = start + tl.arange(0, BM)
         row, inside = first_row + rm, rm < M

@@ -86,7 +86,7 @@ def key_blocks(
         last_sum_block = (block * BM + BM - 1) // SUM_BLOCK
         easy = tl.maximum(last_sum_block + 1 - window // SUM_BLOCK, 0) * SUM_BLOCK
     if HAS_MASK == KEY_MASK:
-        low, high, is_whole = key_range(mask, stride_mn, N)
+        low, high, is_whole = key_range(mask, stride_mn, N)  # type: ignore[misc]
         begin, end = tl.maximum(begin, low // BN * BN), tl.minimum(end, high)
         easy = tl.maximum(easy, tl.cdiv(low, BN) * BN)
         rest = tl.where(is_whole, tl.minimum(rest, high // BN * BN), begin)

@@ -22,7 +22,7 @@ def _forward_range(
 ):  # fmt: skip
     """Fold `tiles` blocks of keys, which start as `edge_start` says, into the output and sums of a block of queries."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for tile in tl.range(0, tiles, num_stages=STAGES or None):
+    for tile in tl.range(0, tiles, num_stages=STAGES or None):  # type: ignore[misc]
         start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)

@@ -130,12 +130,12 @@ def forward_launch(
         **band.switches,
         "DROPOUT": noise.dropout > 0.0,
     }
-    constants = kernel_constants("forward", query, value, mask, **switches)
+    constants = _in_bands("forward", kernel_constants("forward", query, value, mask, **switches))
     strides = (*query.strides[:3], *key.strides[:3], *value.strides[:3], *_optional_strides(mask, mu, (b, h, m, n)))
     return prepared(
         forward_kernels.forward_kernel, grid_of(m, constants["BM"], b * h), *strides, h, h // hk, m, n, d, dv,
         band.window or 0, int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout), **constants,
-        EVEN_N=n % constants["BN"] == 0, SUM_BLOCK=SUM_BLOCK,
+        EVEN_N=n % constants["BN"] == 0,
     )  # fmt: skip
 
 
@@ -190,12 +190,11 @@ def gradient_launches(
     numbers = (h, h // hk, m, n, d, dv, band.window or 0, *drawn)
 
     def of(kernel: Any, name: str, rows: int, **more: int) -> Launch:
-        constants = kernel_constants(name, query, value, mask, **switches)
+        constants = _in_bands(name, kernel_constants(name, query, value, mask, **switches))
         is_checked = band.is_causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
         length, block, heads = (n, constants["BN"], hk) if name == "grad_key" else (m, constants["BM"], h)
         grid = grid_of(length, block, b * heads)
-        constants |= {"CHECK": is_checked, "SUM_BLOCK": SUM_BLOCK, **more}
-        return prepared(kernel, grid, *strides, rows, *numbers, **constants)
+        return prepared(kernel, grid, *strides, rows, *numbers, **constants, CHECK=is_checked, **more)
 
     grad_key = of(backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass)
     return grad_key, None if in_one_pass else of(backward_kernels.grad_query_kernel, "grad_query", rows[1])
@@ -207,10 +206,6 @@ def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | N
     bd, bdv = map(padded, sizes)
     has_mask = 0 if mask is None else (KEY_MASK if mask.shape[2] == 1 else FULL_MASK).value
     is_float = query.dtype == torch.float32
-    widest = max(sizes)
-    # moments, dropout and a mask of single entries need more: a cap would only make them spill
-    is_large = is_float or widest > 128 or has_mask == FULL_MASK.value or switches["MOMENTS"] or switches["DROPOUT"]
-    registers = None if is_large else MOST_REGISTERS.get((kernel, 64 if widest <= 64 else 128))
     return {
         **blocks(kernel, max(sizes), query.dtype),
         **switches,
@@ -220,10 +215,19 @@ def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | N
         "EVEN_D": sizes == (bd, bdv),
         "FAST": not is_float and not INTERPRETED,
         "PRECISION": "ieee" if is_float else "tf32",
-        # a mask of single entries makes every tile an edge
-        "EDGE_STAGES": 0 if has_mask == FULL_MASK.value else EDGE_STAGES[kernel],
-        **({} if registers is None else {"maxnreg": registers}),
     }
+
+
+def _in_bands(kernel: str, constants: dict) -> dict:
+    """Return constants with those of loops over the whole and over the edge tiles of a band, and a cap on registers."""
+    widest, is_full = max(constants["BD"], constants["BDV"]), constants["HAS_MASK"] == FULL_MASK.value
+    is_half = constants["PRECISION"] != "ieee" and widest <= 128
+    # moments, dropout and a mask of single entries need more registers: a cap would only make them spill
+    is_small = is_half and not (is_full or constants["MOMENTS"] or constants["DROPOUT"])
+    registers = MOST_REGISTERS.get((kernel, 64 if widest <= 64 else 128)) if is_small else None
+    # a mask of single entries makes every tile an edge
+    added = {"SUM_BLOCK": SUM_BLOCK, "EDGE_STAGES": 0 if is_full else EDGE_STAGES[kernel]}
+    return {**constants, **added, **({} if registers is None else {"maxnreg": registers})}
 
 
 def padded(size: int) -> int:
