@@ -247,7 +247,9 @@ def test_the_grid_has_every_block_of_every_head_on_one_axis(m, n, is_causal, win
     key = launch.Layout((7000, 10, n, 16), (160 * n, 16 * n, 16, 1), torch.float32)
     band, noise = launch.Band(is_causal, window), launch.Noise(True, 1.0, 0.0, False)
     forward = launch.forward_launch(query, key, key, None, None, noise, 0.25, band, True)
-    backward = launch.gradient_launches(query, key, key, None, None, query, (0, 0), noise, 0.25, band, True, 0, False)
+    backward = launch.gradient_launches(
+        query, key, key, None, None, query, (0, 0), noise, 0.25, band, True, 0, False, (1, 1, 1)
+    )
     for found in (forward, *backward):
         assert found.grid == (70_000, 1, 1)
     assert launch.grid_of(129, 64, 70_000) == (210_000,)
@@ -262,6 +264,22 @@ def test_outputs_and_gradients_put_queries_before_heads():
     _, grad_key, grad_value = torch.autograd.grad(output.sum() + kl.sum(), inputs)
     assert grad_key.transpose(1, 2).is_contiguous()
     assert grad_value.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_gradients_have_the_order_of_their_inputs(monkeypatch, in_one_pass):
+    set_passes(monkeypatch, in_one_pass)
+    rows_first = [torch.randn(2, 5, 3, 16, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+    mixed = [rows_first[0].contiguous(), rows_first[1], rows_first[2].contiguous()]
+    found = []
+    for inputs in ([x.contiguous() for x in rows_first], rows_first, mixed):
+        leaves = [x.requires_grad_() for x in inputs]
+        output, _ = attention(*leaves, config=WEIBULL, seed=SEED, backend="triton", need_kl=False)
+        found.append(torch.autograd.grad(output.square().sum(), leaves))
+        assert [x.stride() for x in found[-1]] == [x.stride() for x in leaves]
+    for others in found[1:]:
+        for x, y in zip(found[0], others, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 def test_outputs_are_fully_written(poisoned):

@@ -45,16 +45,12 @@ class Layout:
     padding: int = 0
 
     def mask(self, b: int, n: int, device: str) -> Tensor | None:
-        """Return the part of the mask beyond `is_causal`: window and padding; True where a query may attend."""
-        mask = None
-        if self.window is not None:
-            position = torch.arange(n, device=device)
-            mask = (position[:, None] - position < self.window)[None, None]
-        if self.padding:
-            exists = torch.ones(b, 1, 1, n, dtype=torch.bool, device=device)
-            exists[::2, ..., n - self.padding :] = False
-            mask = exists if mask is None else mask & exists
-        return mask
+        """Return the part of the mask beyond `is_causal` and `window`: padding; True where a query may attend."""
+        if not self.padding:
+            return None
+        exists = torch.ones(b, 1, 1, n, dtype=torch.bool, device=device)
+        exists[::2, ..., n - self.padding :] = False
+        return exists
 
 
 def check(
@@ -96,9 +92,10 @@ class Calls:
         priors = (torch.randn(b, key_heads, 1, n, device=device) for _ in range(layers))
         self.priors = [prior.log_softmax(-1).requires_grad_() for prior in priors]
         self.weight = torch.full((b,), 1e-3, device=device)
-        self.options = {"mask": layout.mask(b, n, device), "is_causal": layout.is_causal}
+        self.options = {"mask": layout.mask(b, n, device), "is_causal": layout.is_causal, "window": layout.window}
         # torch's attention takes a mask or the flag
-        self._dense = Allowed(self.options["mask"], layout.is_causal, (b, h, n, n)).dense(torch.device(device))
+        allowed = Allowed(self.options["mask"], layout.is_causal, (b, h, n, n), layout.window)
+        self._dense = allowed.dense(torch.device(device))
         self._is_grouped = key_heads != h
 
     @property
@@ -146,7 +143,10 @@ class Calls:
     def observation(self) -> Callable[[], object]:
         """Return the statistics that `observe(model)` adds to a forward pass."""
         query, key, _ = self.inputs
-        return lambda: row_statistics(query, key, scale=query.shape[-1] ** -0.5, **self.options)
+        # which takes a window only as a mask, as models give it
+        has_window = self.options["window"] is not None
+        options = {"mask": self._dense if has_window else self.options["mask"], "is_causal": self.options["is_causal"]}
+        return lambda: row_statistics(query, key, scale=query.shape[-1] ** -0.5, **options)
 
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None, dropout: float, masked: bool

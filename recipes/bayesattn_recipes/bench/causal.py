@@ -82,7 +82,7 @@ def run(device: str, cases: list[Case] | None = None) -> list[Row]:
         calls = Calls(case.shape, device, dtype, layout=case.layout)
         trained = {baseline: calls.soft(flash)}
         trained |= {name: calls.bayesian("auto", config=config) for name, config in CONFIGS.items()}
-        if calls.options["mask"] is not None:
+        if case.layout.window is not None or case.layout.padding:
             trained["sdpa, same mask"] = calls.soft(None, masked=True)
         suite.compare(str(case), "fwd+bwd", trained, rounds=ROUNDS, calls_a_turn=CALLS_PER_TURN)
         # without a KL the variants of a family are the same draw

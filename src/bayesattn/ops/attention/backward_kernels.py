@@ -11,6 +11,7 @@ from bayesattn.ops.attention.band_sums import is_near, key_blocks, query_blocks
 from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
 from bayesattn.ops.common.tiles import (
     FULL_MASK,
+    KEY_MASK,
     allowed_entries,
     block_and_head,
     edge_start,
@@ -44,6 +45,12 @@ def prepare_kernel(
             rows = tl.where(stride_sum == 0, 1, M)
             start = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, False) * scale
         tl.store(GRAD_Q + row[:, None] * D + rd[None, :], start, mask=(rm < M)[:, None] & (rd < D)[None, :])
+
+
+@triton.jit
+def _first_row(batch, head, start, heads, length, step):
+    """Return where row `start` of a head lies in a gradient whose rows are `step` apart: 1, or the number of heads."""
+    return batch * length * heads + head * tl.where(step == 1, length, 1) + start.to(tl.int64) * step
 
 
 @triton.jit
@@ -92,18 +99,18 @@ def _grad_tile(
 
 @triton.jit
 def _query_range(
-    acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, low, in_low, high, tiles, lse, clean_lse, delta,
+    acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, low, high, split, gap, lse, clean_lse, delta,
     grad_lse, grad_first, grad_second, head, batch, scale, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn,
     stride_mm, stride_mn, window, sum_block,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     NEAR: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    SUM_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SUM_BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ of one block of queries what `tiles` blocks of keys give, which start as `edge_start` says."""
+    """Add to dQ of one block of queries what the blocks of keys of [low, high) give, moved as `edge_start` says."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for tile in tl.range(0, tiles, num_stages=STAGES or None):  # type: ignore[misc]
-        start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
+    for at in tl.range(low, high, BN, num_stages=STAGES or None):  # type: ignore[misc]
+        start = edge_start(at, split, gap, SPLIT)
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
@@ -124,7 +131,7 @@ def _query_range(
 def grad_query_kernel(
     Q, K, V, MASK, MU, SEED, GRAD, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_COLUMNS, START_Q, GRAD_Q,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
+    stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum, step_q,
     H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
@@ -162,45 +169,47 @@ def grad_query_kernel(
         # the same over all keys of each query; one row (stride 0) where all queries share them
         rows = tl.where(stride_sum == 0, 1, M)
         acc = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, EVEN_D)
-    begin, easy, in_low, rest, end = key_blocks(  # type: ignore[misc]
-        mask, stride_mn, block, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK
+    begin, easy, rest, end = key_blocks(  # type: ignore[misc]
+        mask, stride_mn, block, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK, not CHECK
     )
     if HAS_MASK != FULL_MASK:
         acc = _query_range(
-            acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, easy, 0, 0, (rest - easy) // BN,
+            acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, easy, rest, 0, 0,
             lse, clean_lse, delta, grad_lse, grad_first, grad_second, head, noise_batch, scale * LOG2_E, strength, dropped,
             kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window, sum_block,
             BM, BN, BD, BDV, WEIBULL, CLEAN, False, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, False, EVEN_D, FAST,
-            PRECISION, SUM_BLOCK, 0,
+            PRECISION, SUM_BLOCK, False, 0,
         )  # fmt: skip
     if CHECK:
+        has_two_ends: tl.constexpr = WINDOW or HAS_MASK == KEY_MASK
+        low, gap = (begin, rest - easy) if has_two_ends else (rest, 0)
         acc = _query_range(
-            acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, begin, in_low, rest,
-            in_low + tl.cdiv(tl.maximum(end - rest, 0), BN), lse, clean_lse, delta, grad_lse, grad_first, grad_second, head,
+            acc, q, grad, k_base, v_base, mask, mu_base, columns_base, seed, rm, low, end - gap, easy, gap,
+            lse, clean_lse, delta, grad_lse, grad_first, grad_second, head,
             noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn,
             window, sum_block,
             BM, BN, BD, BDV, WEIBULL, CLEAN, CAUSAL and COLUMNS == SUMS_OF_BLOCKS, MOMENTS, CAUSAL, WINDOW, DROPOUT,
-            HAS_MASK, True, EVEN_D, FAST, PRECISION, SUM_BLOCK, EDGE_STAGES,
+            HAS_MASK, True, EVEN_D, FAST, PRECISION, SUM_BLOCK, has_two_ends, EDGE_STAGES,
         )  # fmt: skip
-    first_row = (wide_b * M + block * BM) * H + head
-    pointers = GRAD_Q + first_row * D + (tl.arange(0, BM) * (H * D))[:, None] + rd[None, :]
+    first = _first_row(wide_b, wide_h, block * BM, H, M, step_q)
+    pointers = GRAD_Q + first * D + (tl.arange(0, BM) * (step_q * D))[:, None] + rd[None, :]
     tl.store(pointers, saturated(acc * scale, GRAD_Q.dtype.element_ty), mask=inside[:, None] & (rd < D)[None, :])
 
 
 @triton.jit
 def _key_range(
-    acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, start_n, low, in_low, high,
-    tiles, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, batch, scale, strength, dropped, kept,
+    acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, start_n, low, high, split,
+    gap, LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, batch, scale, strength, dropped, kept,
     M, N, D, DV, stride_qm, stride_gm, stride_mm, stride_mn, window,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     NEAR: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK, dV and dμ of one block of keys what `tiles` blocks of queries give, which start as `edge_start` says."""
+    """Add to dK, dV and dμ of one block of keys what blocks of queries of [low, high) give, moved as `edge_start` says."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for tile in tl.range(0, tiles, num_stages=STAGES or None):  # type: ignore[misc]
-        start = edge_start(tile, low, in_low, high, BM) if CHECK else low + tile * BM
+    for at in tl.range(low, high, BM, num_stages=STAGES or None):  # type: ignore[misc]
+        start = edge_start(at, split, gap, SPLIT)
         rm = start + tl.arange(0, BM)
         row, inside = first_row + rm, rm < M
         q = load_tile(q_base, rm, stride_qm, rd, M, D, not CHECK, EVEN_D)
@@ -241,7 +250,7 @@ def grad_key_kernel(
     GRAD_COLUMNS, QUERY_SUMS, GRAD_Q, GRAD_K, GRAD_V, GRAD_MU,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_gb, stride_gh, stride_gm, stride_mb, stride_mh, stride_mm, stride_mn, stride_ub, stride_uh, stride_sum,
-    H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
+    step_k, step_v, H, GROUP, M, N, D, DV, window, seed_stride, scale, strength, dropped, kept,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr, MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr,
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -261,43 +270,47 @@ def grad_key_kernel(
     seed = tl.load(SEED + batch * seed_stride)
     noise_batch = tl.where(seed_stride == 0, batch, 0)
     acc_k, acc_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
+    # with moments a second loop only adds spills
+    is_one_loop: tl.constexpr = CHECK and (HAS_MASK == FULL_MASK or MOMENTS)
     for member in range(0, GROUP):
         head = key_head * GROUP + member
         wide_h = head.to(tl.int64)
         first_row = (wide_b * H + wide_h) * M
         q_base, grad_base = Q + wide_b * stride_qb + wide_h * stride_qh, GRAD + wide_b * stride_gb + wide_h * stride_gh
         mask = MASK + wide_b * stride_mb + wide_h * stride_mh
-        begin, easy, in_low, rest, end = query_blocks(  # type: ignore[misc]
-            mask, stride_mn, block, M, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK
+        begin, easy, rest, end = query_blocks(  # type: ignore[misc]
+            mask, stride_mn, block, M, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK, not CHECK
         )
         mu = load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
         columns = load_rows(GRAD_COLUMNS + (wide_b * H + wide_h) * N, rn, rn < N, 0.0, CAUSAL and COLUMNS == SUMS_OF_BLOCKS)
         acc_mu = tl.zeros([BN], tl.float32)
         if CHECK:
+            gap = 0 if is_one_loop else rest - easy
             acc_k, acc_v, acc_mu = _key_range(
                 acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, block * BN,
-                begin, in_low, rest, in_low + tl.cdiv(tl.maximum(end - rest, 0), BM),
+                begin, end - gap, easy, gap,
                 LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, noise_batch, scale, strength,
                 dropped, kept, M, N, D, DV, stride_qm, stride_gm, stride_mm, stride_mn, window,
                 BM, BN, BD, BDV, WEIBULL, CLEAN, CAUSAL and COLUMNS == SUMS_OF_BLOCKS, MOMENTS, CAUSAL, WINDOW, DROPOUT,
-                HAS_MASK, True, EVEN_D, FAST, PRECISION, ONE_PASS, SUM_BLOCK, EDGE_STAGES,
+                HAS_MASK, True, EVEN_D, FAST, PRECISION, ONE_PASS, SUM_BLOCK, not is_one_loop, EDGE_STAGES,
             )  # fmt: skip
-        if HAS_MASK != FULL_MASK:
+        if not is_one_loop:
             acc_k, acc_v, acc_mu = _key_range(
                 acc_k, acc_v, acc_mu, k, v, q_base, grad_base, mask, mu, columns, seed, first_row, rn, block * BN,
-                easy, 0, 0, (rest - easy) // BM,
+                easy, rest, 0, 0,
                 LSE, CLEAN_LSE, DELTA, GRAD_LSE, GRAD_FIRST, GRAD_SECOND, GRAD_Q, head, noise_batch, scale, strength,
                 dropped, kept, M, N, D, DV, stride_qm, stride_gm, stride_mm, stride_mn, window,
                 BM, BN, BD, BDV, WEIBULL, CLEAN, False, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, False, EVEN_D, FAST,
-                PRECISION, ONE_PASS, SUM_BLOCK, 0,
+                PRECISION, ONE_PASS, SUM_BLOCK, False, 0,
             )  # fmt: skip
         if MOMENTS:
             tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
-    first_column = (wide_b * N + block * BN) * key_heads + key_head
-    column = tl.arange(0, BN) * key_heads
+    column = tl.arange(0, BN)
+    first_k = _first_row(wide_b, wide_kh, block * BN, key_heads, N, step_k)
+    first_v = _first_row(wide_b, wide_kh, block * BN, key_heads, N, step_v)
     inside_n = (rn < N)[:, None]
     tl.store(
-        GRAD_V + first_column * DV + (column * DV)[:, None] + rv[None, :],
+        GRAD_V + first_v * DV + (column * (step_v * DV))[:, None] + rv[None, :],
         saturated(acc_v, GRAD_V.dtype.element_ty),
         mask=inside_n & (rv < DV)[None, :],
     )
@@ -314,7 +327,7 @@ def grad_key_kernel(
                 )
             acc_k += tl.load(GRAD_COLUMNS + head_row * N + rn, mask=rn < N, other=0.0)[:, None] * sums
     tl.store(
-        GRAD_K + first_column * D + (column * D)[:, None] + rd[None, :],
+        GRAD_K + first_k * D + (column * (step_k * D))[:, None] + rd[None, :],
         saturated(acc_k * scale, GRAD_K.dtype.element_ty),
         mask=inside_n & (rd < D)[None, :],
     )

@@ -69,16 +69,17 @@ def is_near(query_block, key_block, window, BLOCK: tl.constexpr, WINDOW: tl.cons
 def key_blocks(
     mask, stride_mn, block, N, window,
     BM: tl.constexpr, BN: tl.constexpr, SUM_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return which keys a block of queries has: from begin to end, all of them from easy to rest.
 
-    The third number is how many tiles lie between begin and easy. Keys that a mask of keys lacks at either end are skipped.
+    Keys that a mask of keys lacks at either end are skipped. What is known stays a constant (EVEN: N is a multiple of BN):
+    it saves registers in the loops.
     """
     begin, easy, end = 0, 0, N
     if CAUSAL:
         end = tl.minimum(N, (block + 1) * BM)
-    rest = end // BN * BN
+    rest = end if EVEN and not CAUSAL else end // BN * BN
     if CAUSAL:
         rest = tl.minimum(rest, block * BM // SUM_BLOCK * SUM_BLOCK)
     if WINDOW:
@@ -92,23 +93,24 @@ def key_blocks(
         rest = tl.where(is_whole, tl.minimum(rest, high // BN * BN), begin)
     elif HAS_MASK:
         rest = begin
-    rest = tl.maximum(rest, begin)
-    easy = tl.minimum(tl.maximum(easy, begin), rest)
-    return begin, easy, (easy - begin) // BN, rest, end
+    if WINDOW or HAS_MASK:
+        rest = tl.maximum(rest, begin)
+        easy = tl.minimum(tl.maximum(easy, begin), rest)
+    return begin, easy, rest, end
 
 
 @triton.jit
 def query_blocks(
     mask, stride_mn, block, M, N, window,
     BM: tl.constexpr, BN: tl.constexpr, SUM_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return which queries a block of keys has: from begin to end, all of them, for all of the keys, from easy to rest.
 
-    The third number is how many tiles lie between begin and easy. A block without a key has none.
+    A block without a key has none. EVEN: no band, no mask, and no block is cut off.
     """
     begin, easy, end = 0, 0, M
-    rest = M // BM * BM
+    rest = M if EVEN else M // BM * BM
     sum_block = block * BN // SUM_BLOCK
     if CAUSAL:
         begin = block * BN // BM * BM
@@ -123,11 +125,12 @@ def query_blocks(
         rest = tl.where(keys == BN, rest, begin)
     elif HAS_MASK:
         rest = begin
-    else:
+    elif not EVEN:
         rest = tl.where((block + 1) * BN <= N, rest, begin)
-    rest = tl.maximum(rest, begin)
-    easy = tl.minimum(tl.maximum(easy, begin), rest)
-    return begin, easy, (easy - begin) // BM, rest, end
+    if not EVEN:
+        rest = tl.maximum(rest, begin)
+        easy = tl.minimum(tl.maximum(easy, begin), rest)
+    return begin, easy, rest, end
 
 
 @triton.jit

@@ -9,21 +9,22 @@ import triton.language as tl
 
 from bayesattn.ops.attention.band_sums import key_blocks
 from bayesattn.ops.common.draws import LN_2, LOG2_E, dropout_tile, fast_exp2, noise_tile
-from bayesattn.ops.common.tiles import FULL_MASK, allowed_entries, block_and_head, edge_start, load_tile
+from bayesattn.ops.common.tiles import FULL_MASK, KEY_MASK, allowed_entries, block_and_head, edge_start, load_tile
 
 
 @triton.jit
 def _forward_range(
-    acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, in_low, high, tiles, head,
+    acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, high, split, gap, head,
     batch, scale, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm, stride_mn, window,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     MOMENTS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
-    WINDOW: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold `tiles` blocks of keys, which start as `edge_start` says, into the output and sums of a block of queries."""
+    """Fold the blocks of keys of [low, high), moved as `edge_start` says, into the output and sums of a block of queries."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
-    for tile in tl.range(0, tiles, num_stages=STAGES or None):  # type: ignore[misc]
-        start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
+    for at in tl.range(low, high, BN, num_stages=STAGES or None):  # type: ignore[misc]
+        start = edge_start(at, split, gap, SPLIT)
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -95,25 +96,26 @@ def forward_kernel(
     top = tl.full([BM], -float("inf"), tl.float32)
     total, clean = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     first, second = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    begin, easy, in_low, rest, end = key_blocks(  # type: ignore[misc]
-        mask, stride_mn, block, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK
+    begin, easy, rest, end = key_blocks(  # type: ignore[misc]
+        mask, stride_mn, block, N, window, BM, BN, SUM_BLOCK, CAUSAL, WINDOW, HAS_MASK, EVEN_N
     )
     if HAS_MASK != FULL_MASK:
         acc, top, total, clean, first, second = _forward_range(
-            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, 0, 0, (rest - easy) // BN,
-            head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm,
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, easy, rest, 0, 0, head,
+             noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm,
             stride_mn, window,
             BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, False, WINDOW, EVEN_D, FAST, PRECISION,
-            0,
+            False, 0,
         )  # fmt: skip
     if HAS_MASK or CAUSAL or not EVEN_N:
-        edges = in_low + tl.cdiv(tl.maximum(end - rest, 0), BN)
+        has_two_ends: tl.constexpr = WINDOW or HAS_MASK == KEY_MASK
+        low, gap = (begin, rest - easy) if has_two_ends else (rest, 0)
         acc, top, total, clean, first, second = _forward_range(
-            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, begin, in_low, rest, edges,
-            head, noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm,
+            acc, top, total, clean, first, second, q, k_base, v_base, mask, mu, seed, rm, low, end - gap, easy, gap, head,
+             noise_batch, scale * LOG2_E, strength, dropped, kept, M, N, D, DV, stride_kn, stride_vn, stride_mm,
             stride_mn, window,
             BM, BN, BD, BDV, WEIBULL, CLEAN, MOMENTS, CAUSAL, DROPOUT, HAS_MASK, True, WINDOW, EVEN_D, FAST, PRECISION,
-            EDGE_STAGES,
+            has_two_ends, EDGE_STAGES,
         )  # fmt: skip
     has_key = top > -float("inf")
     out = acc / tl.where(has_key, total, 1.0)[:, None]

@@ -16,10 +16,10 @@ from bayesattn.precision import saturate
 # tile rows, tile columns, warps, pipeline stages; measured on an H200 in bfloat16 (benchmarks/)
 BLOCKS = {
     ("forward", 64): (64, 64, 4, 3),
-    ("forward", 128): (128, 32, 4, 4),
+    ("forward", 128): (64, 64, 4, 3),
     ("grad_query", 64): (64, 32, 4, 3),
     ("grad_query", 128): (64, 64, 4, 2),
-    ("grad_key", 64): (64, 64, 4, 4),
+    ("grad_key", 64): (64, 64, 4, 3),
     ("grad_key", 128): (64, 64, 4, 2),
 }
 # the same for the tiles at the edges of a band, of which there are few; 0 is as many stages as elsewhere
@@ -154,6 +154,7 @@ def gradient_launches(
     need_clean: bool,
     columns: int,
     in_one_pass: bool,
+    steps: tuple[int, ...],
 ) -> tuple[Launch, Launch | None]:
     """Return the launches that fill the gradients of key, value and μ, and of the query; in one pass, the first does both.
 
@@ -172,6 +173,7 @@ def gradient_launches(
         need_clean: Whether there is a dLSE.
         columns: Whether there is a dT_j, and how Σ_i q_i comes (`backward_kernels.ROW_FOR_EACH`, …).
         in_one_pass: See `one_pass`.
+        steps: `row_steps` of the gradients of query, key and value.
     """
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {
@@ -187,17 +189,17 @@ def gradient_launches(
         *_optional_strides(mask, mu, (b, h, m, n)),
     )  # fmt: skip
     drawn = (int(noise.per_example), scale, noise.strength, *dropout_numbers(noise.dropout))
-    numbers = (h, h // hk, m, n, d, dv, band.window or 0, *drawn)
+    shared = (h, h // hk, m, n, d, dv, band.window or 0, *drawn)
 
-    def of(kernel: Any, name: str, rows: int, **more: int) -> Launch:
+    def of(kernel: Any, name: str, numbers: tuple[int, ...], **more: int) -> Launch:
         constants = _in_bands(name, kernel_constants(name, query, value, mask, **switches))
         is_checked = band.is_causal or mask is not None or n % constants["BN"] != 0 or m % constants["BM"] != 0
         length, block, heads = (n, constants["BN"], hk) if name == "grad_key" else (m, constants["BM"], h)
         grid = grid_of(length, block, b * heads)
-        return prepared(kernel, grid, *strides, rows, *numbers, **constants, CHECK=is_checked, **more)
+        return prepared(kernel, grid, *strides, *numbers, *shared, **constants, CHECK=is_checked, **more)
 
-    grad_key = of(backward_kernels.grad_key_kernel, "grad_key", rows[0], ONE_PASS=in_one_pass)
-    return grad_key, None if in_one_pass else of(backward_kernels.grad_query_kernel, "grad_query", rows[1])
+    grad_key = of(backward_kernels.grad_key_kernel, "grad_key", (rows[0], *steps[1:]), ONE_PASS=in_one_pass)
+    return grad_key, None if in_one_pass else of(backward_kernels.grad_query_kernel, "grad_query", (rows[1], steps[0]))
 
 
 def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | None, **switches: int) -> dict:
@@ -236,8 +238,10 @@ def padded(size: int) -> int:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x with contiguous rows that start at multiples of sixteen bytes."""
-    return x if x.data_ptr() & 15 == 0 and _has_aligned_rows(x.stride(), x.element_size()) else x.contiguous()
+    """Return x with contiguous rows that start at multiples of sixteen bytes; a copy is as contiguous as x was."""
+    if x.data_ptr() & 15 == 0 and _has_aligned_rows(x.stride(), x.element_size()):
+        return x
+    return gradient_of(x).copy_(x)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -270,25 +274,34 @@ def queries_first(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def gradient_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return new memory for the gradient of x in the order of its axes: of another, autograd makes a copy for a leaf."""
+    return x.new_empty(x.shape, dtype=dtype) if x.is_contiguous() else rows_first(x, x.shape[2], x.shape[3], dtype)
+
+
+def row_steps(*gradients: Tensor) -> tuple[int, ...]:
+    """Return the distances between rows of gradients, in rows: 1, or as many as there are heads."""
+    return tuple(x.stride(2) // x.shape[3] for x in gradients)
+
+
 def new_grad_query(query: Tensor, in_one_pass: bool) -> Tensor:
     """Return memory for dQ: for atomics it is float32 and head by head, so that the offsets within a head fit 32 bits."""
     b, h, m, d = query.shape
-    return query.new_empty((b, h, m, d), dtype=torch.float32) if in_one_pass else rows_first(query, m, d)
+    return query.new_empty((b, h, m, d), dtype=torch.float32) if in_one_pass else gradient_of(query)
 
 
-def finished(grad_query: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dQ in its own type."""
-    if grad_query.dtype == dtype:
+def finished(grad_query: Tensor, query: Tensor) -> Tensor:
+    """Return dQ in the type of the query; where that takes a copy, also in its order."""
+    if grad_query.dtype == query.dtype:
         return grad_query
-    wide = saturate(grad_query, dtype) if dtype == torch.float16 else grad_query
-    return rows_first(grad_query, grad_query.shape[2], grad_query.shape[3], dtype).copy_(wide)
+    wide = saturate(grad_query, query.dtype) if query.dtype == torch.float16 else grad_query
+    return gradient_of(query).copy_(wide)
 
 
 def like_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors with shapes, types and strides of the gradients, for compilers."""
     grad_query = new_grad_query(query, one_pass(max(query.shape[-1], value.shape[-1])))
-    grad_key, grad_value = (rows_first(x, x.shape[2], x.shape[3]) for x in (key, value))
-    return finished(grad_query, query.dtype), grad_key, grad_value
+    return finished(grad_query, query), gradient_of(key), gradient_of(value)
 
 
 def row_stride(x: Tensor | None) -> int:

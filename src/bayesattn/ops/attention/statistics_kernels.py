@@ -13,16 +13,16 @@ from bayesattn.ops.common.tiles import FULL_MASK, allowed_entries, edge_start, l
 
 @triton.jit
 def _fold(
-    top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, low, in_low, high, tiles, scale,
+    top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, low, high, split, gap, scale,
     softcap, M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold `tiles` blocks of keys, which start as `edge_start` says, into the running sums of one block of queries."""
+    """Fold the blocks of keys of [low, high), moved as `edge_start` says, into the running sums of one block of queries."""
     rd = tl.arange(0, BD)
-    for tile in range(0, tiles):
-        start = edge_start(tile, low, in_low, high, BN) if CHECK else low + tile * BN
+    for at in range(low, high, BN):
+        start = edge_start(at, split, gap, CHECK)
         rn = start + tl.arange(0, BN)
         k = load_tile(k_base, rn, stride_kn, rd, N, D, not CHECK, EVEN_D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -79,18 +79,18 @@ def statistics_kernel(
     top = tl.full([BM], -float("inf"), tl.float32)
     total, weighted = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     shared, keys = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    begin, easy, in_low, rest, end = key_blocks(  # type: ignore[misc]
-        mask, stride_mn, block, N, 0, BM, BN, BM, CAUSAL, False, HAS_MASK
+    begin, easy, rest, end = key_blocks(  # type: ignore[misc]
+        mask, stride_mn, block, N, 0, BM, BN, BM, CAUSAL, False, HAS_MASK, False
     )
     if HAS_MASK != FULL_MASK:
         top, total, weighted, shared, keys = _fold(
-            top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, easy, 0, 0, (rest - easy) // BN,
+            top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, easy, rest, 0, 0,
             scale * LOG2_E, softcap, M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
             BM, BN, BD, CAUSAL, HAS_MASK, HAS_BIAS, HAS_POSITIONS, SOFTCAP, False, EVEN_D, FAST, PRECISION,
         )  # fmt: skip
-    edges = in_low + tl.cdiv(tl.maximum(end - rest, 0), BN)
+    gap = rest - easy
     top, total, weighted, shared, keys = _fold(
-        top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, begin, in_low, rest, edges,
+        top, total, weighted, shared, keys, q, k_base, mask, bias, positions, rm, begin, end - gap, easy, gap,
         scale * LOG2_E, softcap, M, N, D, stride_kn, stride_mm, stride_mn, stride_am, stride_an,
         BM, BN, BD, CAUSAL, HAS_MASK, HAS_BIAS, HAS_POSITIONS, SOFTCAP, True, EVEN_D, FAST, PRECISION,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from bayesattn.ops.attention.launch import (
     finished,
     forward_launch,
     gradient_launches,
+    gradient_of,
     grid_of,
     layout,
     like_gradients,
@@ -36,6 +37,7 @@ from bayesattn.ops.attention.launch import (
     optional_pointers,
     padded,
     queries_first,
+    row_steps,
     row_stride,
     rows_first,
 )
@@ -239,10 +241,10 @@ def _backward(
         # dQ_i gains scale · Σ_j dT_j k_j over the keys of query i
         start = Allowed(mask, causal, (b, h, m, n), window).weighted_keys(grad_columns, key)
     grad_query = new_grad_query(query, in_one_pass)
-    grad_key, grad_value = rows_first(key, n, d), rows_first(value, n, dv)
+    grad_key, grad_value = gradient_of(key), gradient_of(value)
     grad_mu = lse.new_empty((b, h, 1, n) if mu is not None else 0)
     if not (b and m):
-        return finished(grad_query.zero_(), query.dtype), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
+        return finished(grad_query.zero_(), query), grad_key.zero_(), grad_value.zero_(), grad_mu.zero_()
     delta = torch.empty_like(lse)
     out = queries_first(out)
     rows = [None if g is None else g.contiguous() for g in (grad_lse, grad_first, grad_second)]
@@ -250,7 +252,7 @@ def _backward(
     kind = (
         *map(layout, (query, key, value, mask, mu, grad)), (row_stride(sums), row_stride(start)),
         Noise(weibull, strength, dropout, seed.ndim > 0), scale, Band(causal, window), grad_lse is not None,
-        0 if grad_columns is None else ROW_FOR_EACH.value, in_one_pass,
+        0 if grad_columns is None else ROW_FOR_EACH.value, in_one_pass, row_steps(grad_query, grad_key, grad_value),
     )  # fmt: skip
     arrays = (
         query, key, value, mask, mu, seed, out, lse, clean, sums, grad, *rows, grad_columns, start, delta, grad_query,
@@ -272,7 +274,7 @@ def _backward(
             first(*read, columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
             if second is not None:
                 second(*read, columns, start, grad_query)
-    return finished(grad_query, query.dtype), grad_key, grad_value, grad_mu
+    return finished(grad_query, query), grad_key, grad_value, grad_mu
 
 
 attention_backward = torch.library.custom_op("bayesattn::attention_backward", _backward, mutates_args=())

@@ -31,12 +31,14 @@ from bayesattn.ops.attention.launch import (
     finished,
     forward_launch,
     gradient_launches,
+    gradient_of,
     grid_of,
     layout,
     new_grad_query,
     one_pass,
     optional_pointers,
     padded,
+    row_steps,
     rows_first,
 )
 from bayesattn.ops.attention.masking import num_entries
@@ -207,7 +209,7 @@ def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _backward_launches(
-    problem: Problem, grad: Layout, stride_kl: int, in_one_pass: bool
+    problem: Problem, grad: Layout, stride_kl: int, in_one_pass: bool, steps: tuple[int, ...]
 ) -> tuple[Launch, Launch, Launch | None]:
     """Return the launches of what all gradients need, of those of key and value, and of the query's."""
     (b, h, m, d), n, dv, band = problem.query.shape, problem.key.shape[2], problem.value.shape[-1], problem.band
@@ -220,7 +222,7 @@ def _backward_launches(
     gradients = gradient_launches(
         problem.query, problem.key, problem.value, problem.mask, None, grad,
         (problem.blocks, problem.blocks if band.is_causal else 1), problem.noise, problem.scale, band, True,
-        SUMS_OF_BLOCKS.value, in_one_pass,
+        SUMS_OF_BLOCKS.value, in_one_pass, steps,
     )  # fmt: skip
     return prepare, *gradients
 
@@ -304,8 +306,7 @@ def run_backward(
     if tape is None:
         tape = plan.backward[way] = Tape()
     own = kept.new_empty(_arrays(plan.problem, in_one_pass)[1].total)
-    grad_query = new_grad_query(query, in_one_pass)
-    grad_key, grad_value = (rows_first(x, x.shape[2], x.shape[3]) for x in (key, value))
+    grad_query, grad_key, grad_value = new_grad_query(query, in_one_pass), gradient_of(key), gradient_of(value)
     grad_prior = None if prior is None else kept.new_empty((*query.shape[:2], 1, key.shape[2]))
     prior_key = key.new_empty(key.shape) if need_prior_key else None
     sums = kept.new_empty(plan.network_sums) if weights else None
@@ -320,7 +321,7 @@ def run_backward(
         grad_prior = sums.sum(dim=0)
     if prior_key is not None:
         grad_key += prior_key
-    return finished(grad_query, query.dtype), grad_key, grad_value, grad_prior
+    return finished(grad_query, query), grad_key, grad_value, grad_prior
 
 
 def _launch_backward(plan: Plan, in_one_pass: bool, weights: Sequence[Tensor], *arrays: Any) -> None:
@@ -332,7 +333,8 @@ def _launch_backward(plan: Plan, in_one_pass: bool, weights: Sequence[Tensor], *
     delta, grad_lse, grad_columns, start, own_grad_prior = own_parts.parts(own)
     if problem.network is not None:
         prior, grad_prior = own_prior, own_grad_prior
-    prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass)
+    steps = row_steps(grad_query, grad_key, grad_value)
+    prepare, gradients, last = _backward_launches(problem, layout(grad), grad_kl.stride(0), in_one_pass, steps)
     prepare(
         out, grad, grad_kl, products, clean, clean if prior is None else prior, clean if valid is None else valid,
         weight, key_sums, alpha_sums, delta, start, grad_query, grad_columns, grad_lse,

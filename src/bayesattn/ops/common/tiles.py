@@ -42,9 +42,11 @@ def key_range(mask, stride, N):
 
 
 @triton.jit
-def edge_start(tile, low, in_low, high, BLOCK: tl.constexpr):
-    """Return where one of the tiles at both ends of a range starts: `in_low` of them from `low` on, the rest from `high`."""
-    return tl.where(tile < in_low, low + tile * BLOCK, high + (tile - in_low) * BLOCK)
+def edge_start(at, split, gap, SPLIT: tl.constexpr):
+    """Return where a tile at one of the two ends of a range starts: from `split` on it lies `gap` further on."""
+    if SPLIT:
+        at += tl.where(at < split, 0, gap)
+    return at
 
 
 @triton.jit
