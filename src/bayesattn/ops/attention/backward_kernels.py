@@ -70,8 +70,6 @@ def _grad_tile(
     is it added entry by entry (NEAR).
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if MOMENTS:
-        slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (scores * LN_2 - mu[None, :])
     if CHECK:
         allowed = allowed_entries(rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL, HAS_MASK, window, WINDOW)
         scores = tl.where(allowed, scores, -float("inf"))
@@ -88,6 +86,8 @@ def _grad_tile(
         grad_scores += fast_exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
     grad_mu = tl.zeros([BN], tl.float32)
     if MOMENTS:
+        # this late, so that no register holds it while the noise is drawn
+        slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (scores * LN_2 - mu[None, :])
         if CHECK:
             slope = tl.where(allowed, slope, 0.0)
         grad_scores += slope

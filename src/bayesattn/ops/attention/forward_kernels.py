@@ -35,6 +35,9 @@ def _forward_range(
             products = tl.where(allowed, products, -float("inf"))
             if MOMENTS:
                 deviation = tl.where(allowed, deviation, 0.0)
+        if MOMENTS:
+            first += tl.sum(deviation, 1)
+            second += tl.sum(deviation * deviation, 1)
         # the maximum is of the clean scores: the noise is bounded, and both sums can share it
         new_top = tl.maximum(top, tl.max(products, 1) * scale)
         pivot = tl.where(new_top == -float("inf"), 0.0, new_top) if CHECK else new_top
@@ -45,9 +48,6 @@ def _forward_range(
         total = total * shrink + tl.sum(weights, 1)
         if CLEAN:
             clean = clean * shrink + tl.sum(fast_exp2(centered, FAST), 1)
-        if MOMENTS:
-            first += tl.sum(deviation, 1)
-            second += tl.sum(deviation * deviation, 1)
         if DROPOUT:
             # of the output's weights only: the sum is over all
             weights *= dropout_tile(seed, rm, start, head, batch, dropped, kept, BM, BN)
