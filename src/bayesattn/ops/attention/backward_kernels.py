@@ -61,7 +61,7 @@ def _grad_tile(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
     NEAR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the sampled weights of a tile, after dropout, and the gradient of its scores.
+    """Return the sampled weights of a tile, after dropout, the gradient of its scores, and sums of −dμ over rows.
 
     dΦ = W (c dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their
     negative; c is dropout's factor.
@@ -84,17 +84,24 @@ def _grad_tile(
         grad_scores = weights * (grad_weights - delta[:, None])
     if CLEAN:
         grad_scores += fast_exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
-    grad_mu = tl.zeros([BN], tl.float32)
+    slopes = 0.0
     if MOMENTS:
         # this late, so that no register holds it while the noise is drawn
-        slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (scores * LN_2 - mu[None, :])
+        # 0 times −inf is not a number; a maximum needs no predicate
+        finite = tl.maximum(scores, -1e20) if CHECK else scores
+        slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (finite * LN_2 - mu[None, :])
         if CHECK:
             slope = tl.where(allowed, slope, 0.0)
         grad_scores += slope
-        grad_mu = -tl.sum(slope, 0)
+        if q.shape[1] <= 64:
+            # in the tensor cores' accumulator a thread has rows r and r + 8: to add these two costs no exchange
+            slopes = tl.sum(tl.reshape(slope, [BM // 16, 2, 8, BN]), 1)
+        else:
+            # there are no registers for that
+            slopes = tl.sum(slope, 0)[None, None, :]
     if NEAR:
         grad_scores += tl.where(allowed, columns[None, :], 0.0)
-    return weights, grad_scores, grad_mu
+    return weights, grad_scores, slopes
 
 
 @triton.jit
@@ -223,7 +230,7 @@ def _key_range(
         near = columns
         if NEAR:
             near = tl.where(is_near(start // SUM_BLOCK, start_n // SUM_BLOCK, window, SUM_BLOCK, WINDOW), columns, 0.0)
-        weights, grad_scores, grad_mu = _grad_tile(
+        weights, grad_scores, slopes = _grad_tile(
             q, k, v, grad, rm, rn, start_n, lse, clean_lse, delta, grad_lse, grad_first, grad_second, near,
             mask, mu, seed, head, batch, scale * LOG2_E, strength, dropped, kept, M, N, stride_mm, stride_mn, window,
             BM, BN, WEIBULL, CLEAN, MOMENTS, CAUSAL, WINDOW, DROPOUT, HAS_MASK, CHECK, NEAR, FAST, PRECISION,
@@ -240,7 +247,7 @@ def _key_range(
             else:
                 tl.atomic_add(pointers, part, sem="relaxed")
         if MOMENTS:
-            acc_mu += grad_mu
+            acc_mu += slopes
     return acc_k, acc_v, acc_mu
 
 
@@ -283,7 +290,7 @@ def grad_key_kernel(
         )
         mu = load_rows(MU + wide_b * stride_ub + wide_h * stride_uh, rn, rn < N, 0.0, MOMENTS)
         columns = load_rows(GRAD_COLUMNS + (wide_b * H + wide_h) * N, rn, rn < N, 0.0, CAUSAL and COLUMNS == SUMS_OF_BLOCKS)
-        acc_mu = tl.zeros([BN], tl.float32)
+        acc_mu = tl.zeros([BM // 16 if BD <= 64 else 1, 8 if BD <= 64 else 1, BN], tl.float32)
         if CHECK:
             gap = 0 if is_one_loop else rest - easy
             acc_k, acc_v, acc_mu = _key_range(
@@ -304,7 +311,8 @@ def grad_key_kernel(
                 PRECISION, ONE_PASS, SUM_BLOCK, False, 0,
             )  # fmt: skip
         if MOMENTS:
-            tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, acc_mu, mask=rn < N)
+            grad_mu = -tl.sum(tl.reshape(acc_mu, [BM // 2 if BD <= 64 else 1, BN]), 0)
+            tl.store(GRAD_MU + (wide_b * H + wide_h) * N + rn, grad_mu, mask=rn < N)
     column = tl.arange(0, BN)
     first_k = _first_row(wide_b, wide_kh, block * BN, key_heads, N, step_k)
     first_v = _first_row(wide_b, wide_kh, block * BN, key_heads, N, step_v)
