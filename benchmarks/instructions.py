@@ -45,9 +45,9 @@ def compile_kernel(name: str, head_dim: int, switches: dict[str, object]):
     kernel = getattr(forward_kernels if name == "forward" else backward_kernels, f"{name}_kernel")
     constants = {
         **launch.blocks(name, head_dim, torch.bfloat16), "BD": head_dim, "BDV": head_dim, "CAUSAL": False,
-        "WINDOW": False, "SUMS": False, "SUM_BLOCK": 64, "EDGE_STAGES": 0, "DROPOUT": False,
-        "HAS_MASK": 0, "EVEN_N": True, "EVEN_D": True, "COLUMNS": True, "ONE_PASS": head_dim <= 64, "FAST": True,
-        "PRECISION": "tf32", "CHECK": bool(switches.get("HAS_MASK")), **switches,
+        "WINDOW": False, "SUMS": False, "SUM_BLOCK": launch.SUM_BLOCK, "EDGE_STAGES": launch.EDGE_STAGES[name],
+        "DROPOUT": False, "HAS_MASK": 0, "EVEN_N": True, "EVEN_D": True, "COLUMNS": True, "ONE_PASS": head_dim <= 64,
+        "FAST": True, "PRECISION": "tf32", "CHECK": bool(switches.get("HAS_MASK")), **switches,
     }  # fmt: skip
     options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

@@ -166,7 +166,7 @@ def test_the_causal_kl_of_grouped_heads_in_every_type(monkeypatch, dtype, mask_k
     check((1, 2, 2, 139, 131, 16, 16), WEIBULL, mask_kind, is_causal=True, dtype=dtype, window=70)
 
 
-def test_the_causal_kl_of_a_wide_head_whose_tiles_are_two_blocks():
+def test_the_causal_kl_of_a_wide_head():
     # float16 has the tiles of a GPU
     check((1, 2, 1, 150, 260, 128, 72), WEIBULL, is_causal=True, dtype=torch.float16)
     check((1, 1, 1, 290, 290, 128, 128), WEIBULL, is_causal=True, dtype=torch.float16, window=131)
