@@ -21,6 +21,8 @@ BLOCKS = {
     ("grad_query", 128): (64, 64, 4, 2),
     ("grad_key", 64): (64, 64, 4, 3),
     ("grad_key", 128): (64, 64, 4, 2),
+    ("score_columns", 64): (64, 128, 8, 3),
+    ("score_columns", 128): (64, 128, 4, 3),
 }
 # the same for the tiles at the edges of a band, of which there are few; 0 is as many stages as elsewhere
 EDGE_STAGES = {"forward": 1, "grad_query": 1, "grad_key": 0}

@@ -100,4 +100,4 @@ def _launches(
 
     rows = of(score_rows_kernel, "forward", m, "BM", output) if has_delta else None
     more = (*output.strides[:3], *lse.strides)
-    return rows, of(score_columns_kernel, "grad_key", n, "BN", value, more, HAS_DELTA=has_delta)
+    return rows, of(score_columns_kernel, "score_columns", n, "BN", value, more, HAS_DELTA=has_delta)
