@@ -51,6 +51,19 @@ def step_attention(variant, **options):
     return attention, key, mask, attention.scores(query, attention.key_proj(key)), attention.plan_bias(mask, 3).double()
 
 
+def test_uniform_weights_are_planned_and_those_of_the_module():
+    attention, key, mask, scores, bias = step_attention("uniform")
+    assert attention.draws_ahead
+    expected = torch.tensor([[0.25] * 4, [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64).unsqueeze(1).expand(2, 3, 4)
+    context, weights = attention.planned(scores, key, bias)
+    assert torch.allclose(weights, expected)
+    assert torch.allclose(context, attention.attend(scores, key, mask=mask)[0])
+    # a replayed loop runs no module: the scope has to know of the steps all the same
+    with record_kl() as kl:
+        attention.record_steps(context, scores, key, mask=mask, steps=torch.ones(2, 3, dtype=torch.bool), bias=bias)
+    assert number(kl.total()) == 0.0
+
+
 @pytest.mark.parametrize("variant", ["BAM-LC", "BAM-WF", "BAM-WC"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_kl_at_the_draws_of_all_steps_is_the_sum_of_one_estimate_a_step(variant, reduction):
@@ -200,7 +213,7 @@ def test_every_replay_draws_anew(variant):
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
-PLANNED = ("soft", "BAM-WC", "BAM-LC", "BAM-WC sampled", "gaussian-context", "mc-dropout")
+PLANNED = ("soft", "BAM-WC", "BAM-LC", "BAM-WC sampled", "gaussian-context", "mc-dropout", "uniform")
 
 
 @pytest.mark.gpu

@@ -84,6 +84,18 @@ def test_every_variant_takes_twenty_steps_without_nan(name):
     assert log.rows[-1]["validation_nll"] < math.log(len(experiment.vocabulary))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["uniform", "mc-dropout", "gumbel", "soft"])
+def test_recorded_loop_trains_through_epochs_that_observe_entropy(variant):
+    # the first batch of every epoch observes the entropy, the others replay what was recorded
+    config = load_config(f"multi30k-{variant}", [*TINY, "training.epochs=3", "decoder_mode=cuda-graph"])
+    experiment, log = fit(config, generated_splits(300))
+    assert next(experiment.model.parameters()).is_cuda
+    assert len(log.rows) == 3
+    assert all(torch.isfinite(parameter).all() for parameter in experiment.model.parameters())
+    assert log.rows[-1]["validation_nll"] < math.log(len(experiment.vocabulary))
+
+
 @pytest.mark.parametrize("variant", ["soft", "wc"])
 def test_loss_falls_on_the_generated_language(variant):
     config = load_config(f"multi30k-{variant}", [*TINY, "training.epochs=4", "learning_rate=0.02", "dropout=0"])

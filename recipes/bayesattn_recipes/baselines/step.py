@@ -18,10 +18,14 @@ from bayesattn_recipes.baselines.config import AttentionChoice
 from bayesattn_recipes.baselines.hard import HardWeights
 from bayesattn_recipes.baselines.rows import DenseRows
 from bayesattn_recipes.baselines.sampled_kl import SampledKLWeights
+from bayesattn_recipes.baselines.uniform import UniformWeights
 
 
 class RivalSteps(RivalAttention):
-    """`RivalAttention` that can be drawn ahead (`bayesattn.nn.StepWeights`): a chosen key, a noisy context, a sampled KL."""
+    """`RivalAttention` that can be drawn ahead (`bayesattn.nn.StepWeights`).
+
+    A chosen key, a noisy context, a sampled KL; and uniform weights, which have no noise.
+    """
 
     @property
     def needs_kl(self) -> bool:
@@ -51,6 +55,8 @@ class RivalSteps(RivalAttention):
         if isinstance(self.weights, HardWeights) and self.weights.is_sampling:
             total = upcast(scores) + bias
             return DenseRows.of(total, bias > -math.inf).largest(total)
+        if isinstance(self.weights, UniformWeights):
+            return noisy_softmax(self.weights.flat(upcast(scores)), bias)
         return noisy_softmax(upcast(scores), bias)
 
     def planned_context(self, context: Float[Tensor, "b t d"], noise: Float[Tensor, "b #t d"]) -> Float[Tensor, "b t d"]:
@@ -118,5 +124,5 @@ def build_step_attention(
     sizes = (query_dim, key_dim, hidden_dim)
     if not isinstance(config, AttentionChoice) or not config.is_rival:
         return StepAttention(*sizes, config=config, bias=bias)
-    is_planned = config.sampled_kl or config.variant in ("hard-reinforce", "gaussian-context")
+    is_planned = config.sampled_kl or config.variant in ("hard-reinforce", "gaussian-context", "uniform")
     return StepAttention(*sizes, weights=partial(RivalSteps if is_planned else RivalAttention, config), bias=bias)

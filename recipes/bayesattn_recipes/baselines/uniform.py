@@ -28,6 +28,9 @@ class UniformWeights(RivalWeights):
     def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], None]:
         """Return 1/n for each of the n open keys of a row."""
         closed = scores == -math.inf
-        # times 0: parameters behind the scores get a gradient of 0, which training in several processes requires
-        flat = (0.0 * scores.masked_fill(closed, 0.0)).masked_fill(closed, -math.inf)
-        return rows.softmax(flat), None
+        return rows.softmax(self.flat(scores.masked_fill(closed, 0.0)).masked_fill(closed, -math.inf)), None
+
+    @staticmethod
+    def flat(scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return zeros: parameters behind the scores get a gradient of 0, which training in several processes requires."""
+        return 0.0 * scores

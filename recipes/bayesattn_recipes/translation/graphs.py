@@ -19,14 +19,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from bayesattn.entropy import is_observing_entropy
 from bayesattn.noise.keyed import is_keyed
 from bayesattn_recipes.translation.decoder import Decoder, Unrolled
 from bayesattn_recipes.translation.recorded import Recordings
 
 Mode = Literal["eager", "compile", "cuda-graph", "auto"]
 MODES = get_args(Mode)
-# these draw inside the loop or not at all, and keep nothing but weights; Gaussian weights record a KL at every step
-DRAWS_ALONE = ("hard-gumbel", "mc-dropout", "uniform")
+# these draw inside the loop and keep nothing but weights; Gaussian weights record a KL at every step
+DRAWS_ALONE = ("hard-gumbel", "mc-dropout")
 
 
 def is_recordable(decoder: Decoder) -> bool:
@@ -92,13 +93,19 @@ class GraphedUnroll:
         steps: Tensor | None = None,
     ) -> Unrolled:
         """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
-        if is_keyed() and not self.decoder.attention.draws_ahead:
-            # noise inside the loop would be that of the examples it was recorded with, at every replay
+        attention = self.decoder.attention
+        if not attention.draws_ahead and (is_keyed() or is_observing_entropy()):
+            # noise inside the loop would be that of the examples it was recorded with, at every replay; and what is
+            # observed would be added to memory that is free by then
             return self.decoder.unroll(gates, values, keys, mask, bias, noise, drop, steps)
         if gates.device.type != "cuda":
             raise ValueError(f"decoder_mode must be 'eager' or 'compile' on {gates.device.type}, got 'cuda-graph'")
         named = {"input_gates": gates, "values": values, "keys": keys, "mask": mask, "bias": bias, "noise": noise}
         # recordings with and without the KL differ
-        named |= {"drop": drop, "steps": steps if self.decoder.attention.needs_kl else None}
+        named |= {"drop": drop, "steps": steps if attention.needs_kl else None}
         inputs = {name: value for name, value in named.items() if value is not None}
-        return Unrolled(*self.recordings(inputs))
+        unrolled = Unrolled(*self.recordings(inputs))
+        if attention.draws_ahead:
+            return unrolled
+        # a replay runs no module: an open scope learns here that there was one, without a KL
+        return unrolled._replace(states=attention.weights.record(unrolled.states, None))
