@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[Callable[[Path], pages.Page], Callable[[str], bool]]] = {
     "translation": (translation.read, lambda group: True),
     "captions": (captioning.read, lambda group: group.startswith("Flickr8k")),
     "visual questions": (vqa.read, lambda group: group.startswith("DAQUAR")),
-    "digits": (digits.read, lambda group: group == "accuracy"),
+    "from scratch": (digits.read, lambda group: group.endswith(", accuracy")),
 }
 
 

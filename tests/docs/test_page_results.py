@@ -21,14 +21,17 @@ CLEAR = {
     "captioning": {("shapes, 3 beams", "BAM-LF", False)},
     "vqa": set(),
     "digits": {
-        ("accuracy", "ensemble of 3", True),
-        ("accuracy", "BAM-WC", True),
-        ("accuracy", "uniform", False),
-        ("accuracy under noise", "ensemble of 3", True),
-        ("accuracy under noise", "uniform", False),
-        ("100 NLL, after a temperature", "ensemble of 3", True),
-        ("100 NLL, after a temperature", "BAM-WC", True),
-        ("100 NLL, after a temperature", "uniform", False),
+        ("digits, accuracy", "ensemble of 3", True),
+        ("digits, accuracy", "uniform", False),
+        ("digits, accuracy under noise", "ensemble of 3", True),
+        ("digits, accuracy under noise", "uniform", False),
+        ("digits, 100 NLL, scaled", "ensemble of 3", True),
+        ("digits, 100 NLL, scaled", "BAM-WC", True),
+        ("digits, 100 NLL, scaled", "uniform", False),
+        ("shapes, accuracy", "MC dropout", True),
+        ("shapes, accuracy", "uniform", False),
+        ("shapes, accuracy under noise", "uniform", False),
+        ("shapes, 100 NLL, scaled", "uniform", False),
     },
 }
 
@@ -40,7 +43,8 @@ def read(recipe: str) -> pages.Page:
 @pytest.mark.parametrize("recipe", CLEAR)
 def test_table_is_what_the_csv_files_give(recipe):
     text = (FOLDER / f"{recipe}.md").read_text(encoding="utf-8")
-    assert pages.with_table(text, pages.effect_table(read(recipe))) == text
+    module = importlib.import_module(f"bayesattn_recipes.{recipe}.page")
+    assert pages.with_table(text, getattr(module, "table", pages.effect_table)(read(recipe))) == text
 
 
 @pytest.mark.parametrize("recipe", CLEAR)
@@ -61,6 +65,18 @@ def test_page_is_short_and_opens_with_its_figure(recipe):
     assert (FOLDER / f"{recipe}.png").stat().st_size > 10_000
     for question in ("**Same data?**", "**Same model?**", "**Paper's settings?**"):
         assert question in first
+
+
+def test_digits_page_names_the_settings_that_were_chosen():
+    text = (FOLDER / "digits.md").read_text(encoding="utf-8")
+    for dataset in ("digits", "shapes"):
+        chosen = {row["kind"]: row["setting"] for row in pages.read_rows(FOLDER / f"{dataset}.csv")}
+        for kind, setting in chosen.items():
+            (line,) = re.findall(
+                rf"^\| .*{kind.removesuffix(' of 3')}.*\|.*\|.*\|.*\|$", text.split("## How")[1], re.MULTILINE
+            )
+            cell = line.split("|")[3 if dataset == "digits" else 4]
+            assert re.findall(r"[\d.]+", cell) == re.findall(r"(?<==)[\d.]+", setting)
 
 
 def test_digits_page_gives_the_means_of_changed_priors():
