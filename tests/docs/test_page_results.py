@@ -18,7 +18,7 @@ CLEAR = {
     "graph": set(),
     "language": set(),
     "translation": {("Multi30k, mean of 4 tests", "exact marginal", True)},
-    "captioning": {("shapes, 3 beams", "BAM-LF", False)},
+    "captioning": {("shapes, 3 beams", "BAM-LF", False), ("shapes, controls", "Gaussian weights", False)},
     "vqa": set(),
     "digits": {
         ("digits, accuracy", "ensemble of 3", True),

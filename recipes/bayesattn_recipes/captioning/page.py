@@ -7,30 +7,30 @@ from bayesattn_recipes.common import page as pages
 
 # a row needs at least this many seeds
 LEAST_SEEDS = 5
-SEARCHES = {"flickr8k": ("greedy search", "5 beams"), "shapes": ("3 beams",)}
-TITLES = {"flickr8k": "Flickr8k", "shapes": "shapes"}
-# tried on validation images (captioning-search.csv)
-SETTINGS = {"flickr8k": "2 / 2", "shapes": "not recorded"}
+# title: file of the runs, data set, search, and how many settings were tried on validation images (captioning-search.csv)
+GROUPS = {
+    "Flickr8k, greedy search": ("captioning.csv", "flickr8k", "greedy search", "2 / 2"),
+    "Flickr8k, 5 beams": ("captioning.csv", "flickr8k", "5 beams", "2 / 2"),
+    "shapes, 3 beams": ("captioning.csv", "shapes", "3 beams", "not recorded"),
+    "shapes, controls": ("captioning-controls.csv", "shapes", "3 beams", "not recorded"),
+}
 # rivals without a search of their settings
 NOT_TUNED = ("hard (REINFORCE)", "Gaussian context")
 
 
 def read(folder: Path) -> pages.Page:
     """Return the differences in BLEU-4 of every kind with enough seeds and a search of its settings."""
-    rows = pages.read_rows(folder / "captioning.csv")
     gains = {VARIANTS[variant]: values[0] - PAPER["soft"][0] for variant, values in PAPER.items()}
     found = []
-    for dataset, searches in SEARCHES.items():
-        for search in searches:
-            inside = [row for row in rows if (row["dataset"], row["search"]) == (dataset, search)]
-            kinds = [kind for kind in dict.fromkeys(row["variant"] for row in inside) if kind not in NOT_TUNED]
-            values = {k: {int(r["seed"]): float(r["BLEU-4"]) for r in inside if r["variant"] == k} for k in kinds}
-            for kind in kinds:
-                if kind != "soft" and len(values[kind]) >= LEAST_SEEDS:
-                    gain = gains.get(kind) if search == "greedy search" else None
-                    group = f"{TITLES[dataset]}, {search}"
-                    options = {"search": SETTINGS[dataset], "paper": gain}
-                    found.append(pages.compare(group, kind, values[kind], values["soft"], **options))
+    for group, (name, dataset, search, tried) in GROUPS.items():
+        rows = pages.read_rows(folder / name)
+        inside = [row for row in rows if (row["dataset"], row["search"]) == (dataset, search)]
+        kinds = [kind for kind in dict.fromkeys(row["variant"] for row in inside) if kind not in NOT_TUNED]
+        values = {k: {int(r["seed"]): float(r["BLEU-4"]) for r in inside if r["variant"] == k} for k in kinds}
+        for kind in kinds:
+            if kind != "soft" and len(values[kind]) >= LEAST_SEEDS:
+                options = {"search": tried, "paper": gains.get(kind) if search == "greedy search" else None}
+                found.append(pages.compare(group, kind, values[kind], values["soft"], **options))
     return pages.Page(pages.corrected(found), "Captions: BLEU-4", "BLEU-4")
 
 
