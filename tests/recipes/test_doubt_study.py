@@ -137,4 +137,4 @@ def test_the_table_through_the_command_line(tmp_path):
 
 def test_variants_are_refused(tmp_path, capsys):
     assert call("reproduce", "doubt", "--variants", "wc", "--data", tmp_path, "--out", tmp_path) == 2
-    assert "ordinary attention only" in capsys.readouterr().err
+    assert "all models have ordinary attention" in capsys.readouterr().err

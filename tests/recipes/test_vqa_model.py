@@ -212,8 +212,8 @@ def test_another_number_of_regions_than_cells_is_an_error(inputs):
 
 def test_every_map_takes_the_fused_backend_where_nobody_can_look_at_numbers(inputs, monkeypatch):
     """As in a recording of CUDA launches, which is how a step's cost is measured."""
-    taken, choose = [], dense._choose
-    monkeypatch.setattr(dense, "_choose", lambda *args: taken.append(choose(*args)) or taken[-1])
+    taken, choose = [], dense.choose
+    monkeypatch.setattr(dense, "choose", lambda *args: taken.append(choose(*args)) or taken[-1])
     monkeypatch.setattr(multihead_arguments, "look_once", lambda *_: None)
     small_model("BAM-WC").train()(**inputs)
     assert taken == ["blocked"] * 3 * SMALL.num_layers

@@ -21,6 +21,6 @@ def bench(
     out: Annotated[Path, typer.Option(help="The CSV file to write; a plot goes beside it.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Time Bayesian attention against what one would use instead, in one run."""
+    """Time Bayesian attention against what it replaces."""
     run_suite(suite, device, out)
     console.print(f"results: {out}", soft_wrap=True)
