@@ -2,8 +2,9 @@
 
     python docs/site/front.py
 
-The README's table is written whole. In prose, a template says which words stand around a number; a page that has lost its
-words is an error, so no number stays behind unnoticed. A test fails while the pages and the files differ.
+The tables of the README and of the page on performance are written whole. In prose, a template says which words stand
+around a number; a page that has lost its words is an error, so no number stays behind unnoticed. A test fails while the
+pages and the files differ.
 """
 
 import math
@@ -59,10 +60,38 @@ def changes(logs: Sequence[float]) -> str:
     return f"{value} % ({low} to {high})"
 
 
-def ratios(file: str, provider: str, modes: Sequence[str]) -> tuple[str, str]:
-    """Return the smallest and the largest ratio of a provider in a benchmark."""
-    found = [row.ratio for row in read_csv(BENCHMARKS / file) if row.provider == provider and row.mode in modes]
-    return spread(min(found), max(found), 1)
+def ratios(file: str, provider: str, modes: Sequence[str], cases: str = "", digits: int = 1) -> tuple[str, str]:
+    """Return the smallest and the largest ratio of a provider in the cases of a benchmark whose names a pattern finds."""
+    rows = [row for row in read_csv(BENCHMARKS / file) if row.provider == provider and row.mode in modes]
+    found = [row.ratio for row in rows if re.search(cases, row.case)]
+    return spread(min(found), max(found), digits)
+
+
+def costs() -> str:
+    """Return the table of the page on performance: the range of each benchmark's ratios."""
+
+    def between(*which, digits: int = 2) -> str:
+        low, high = ratios(*which, digits=digits)
+        return low if low == high else f"{low} to {high}"
+
+    time, both, recorded = ("time",), ("fwd+bwd",), ("fwd+bwd, CUDA graph",)
+    long, short = "x(2048|4096|16384)x", "x512x"
+    body = [
+        ["`ba.uncertainty`, BERT-base", "a plain pass", between("doubt.csv", "doubt, kernels", time, digits=1)],
+        [
+            "the same without kernels, 512 tokens",
+            "a plain pass",
+            between("doubt.csv", "doubt, torch", time, "n512", digits=1),
+        ],
+        ["a call, BAM-WC with KL, 2,048 tokens or more", "FlashAttention", between("attention.csv", "BAM-WC", both, long)],
+        ["dropout 0.1 in the same calls", "FlashAttention", between("attention.csv", "sdpa flash dropout", both, long)],
+        ["BAM-WC with a causal mask, 4,096 tokens", "FlashAttention", between("causal.csv", "BAM-WC", both)],
+        ["BAM-WC, 512 tokens, called from Python", "FlashAttention", between("attention.csv", "BAM-WC", both, short)],
+        ["the same as a CUDA graph", "FlashAttention", between("attention.csv", "BAM-WC", recorded, short)],
+        ["a training step of BERT-base, BAM-WC", "the same, soft", between("step.csv", "BAM-WC", ("plain",), "^bert")],
+        ["the same as a CUDA graph", "the same, soft", between("step.csv", "BAM-WC", ("recorded",), "^bert")],
+    ]
+    return markdown(["on an H200, bfloat16", "as a multiple of", "time"], body)
 
 
 def trained_logs() -> list[float]:
@@ -139,7 +168,7 @@ def table() -> str:
 def with_table(text: str, written: str) -> str:
     """Put the table between its marks."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md must have one block between {BEGIN} and {END}")
+        raise ValueError(f"a page with a table must have one block between {BEGIN} and {END}")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n{written.rstrip()}\n{END}{after}"
 
@@ -171,7 +200,11 @@ def pages() -> dict[Path, str]:
     """Return every page as the files would have it."""
     values = numbers()
     found = {ROOT / page: with_numbers((ROOT / page).read_text("utf-8"), t, values) for page, t in TEMPLATES.items()}
-    return found | {ROOT / "README.md": with_table(found[ROOT / "README.md"], table())}
+    performance = ROOT / "docs" / "performance" / "index.md"
+    return found | {
+        ROOT / "README.md": with_table(found[ROOT / "README.md"], table()),
+        performance: with_table(performance.read_text("utf-8"), costs()),
+    }
 
 
 if __name__ == "__main__":
