@@ -7,6 +7,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 
+# commands: imported while entry points are patched, they would lack the recipes' commands in later tests, too
+from bayesattn.cli import commands as commands
 from bayesattn.cli import main, registry
 from bayesattn.evaluation.runs import write_run
 from bayesattn_recipes import RECIPES, STUDIES
@@ -42,10 +44,11 @@ def test_the_papers_recipes_are_announced():
     assert all(recipe.has("train") and recipe.config_names for recipe in RECIPES.values())
 
 
-def test_without_any_recipe_train_says_how_to_get_them(monkeypatch, capsys):
+@pytest.mark.parametrize("arguments", [["train", "graph", "--config", "cora-wc", "--out", "nowhere"], ["fly"]])
+def test_without_any_recipe_the_command_line_says_how_to_get_them(monkeypatch, capsys, arguments):
     monkeypatch.setattr(registry, "entry_points", lambda group: ())
     with pytest.raises(SystemExit) as exit_:
-        main(["train", "graph", "--config", "cora-wc", "--out", "nowhere"])
+        main(arguments)
     assert exit_.value.code == 2
     assert registry.INSTALL in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit_:
@@ -96,8 +99,8 @@ def test_a_recipe_that_cannot_be_imported_stops_itself_alone(monkeypatch):
 
 
 def test_a_part_that_a_recipe_does_not_have_is_named():
-    with pytest.raises(ValueError, match="recipe 'digits' has no 'commands'"):
-        registry.find("digits").load("commands")
+    with pytest.raises(ValueError, match="recipe 'digits' has no 'serve'"):
+        registry.find("digits").load("serve")
 
 
 @pytest.mark.parametrize(

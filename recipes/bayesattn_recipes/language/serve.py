@@ -4,7 +4,7 @@
     model = serve.load("runs/mrpc")
     print(model("He bought the firm.", "The firm was bought by him.").label)
 
-`bayesattn predict` is the same on the command line (`bayesattn/cli/predict.py`).
+`bayesattn predict` is the same on the command line (`commands.py`).
 
 The p-value says whether the draws agree on the answer, and the probability is their average confidence. An answer is trusted
 if its probability reaches a threshold that `bayesattn evaluate` chose on the validation split (`trust.py`). The run folder

@@ -2,20 +2,33 @@
 
 import dataclasses
 import inspect
-import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 
 from bayesattn import __version__
 from bayesattn.cli import printing, registry
 
+
+class _Commands(typer.core.TyperGroup):
+    """Says where commands of the recipes come from, if none is installed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if hasattr(error, "message") and not registry.installed():
+                error.message += f" Recipes add commands, and none is installed. Get the paper's with: {registry.INSTALL}."
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,8 +59,8 @@ def options(
 ) -> None:
     """Which answers of an attention model to trust.
 
-    Start with `bayesattn demo`, or with `bayesattn doubt` on a classifier of your own. The other commands train and compare
-    models of the recipes.
+    Start with `bayesattn doubt` on a classifier of your own, or, with the recipes, with `bayesattn demo`. The other commands
+    train and compare models of the recipes.
     """
 
 
@@ -73,36 +86,6 @@ def doubt(
         texts.write_page(rows, html, title=model.resolve().name)
         if not as_json:
             console.print(f"The page is {html}", highlight=False, soft_wrap=True)
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for runs, figures and report.")] = Path("runs/demo"),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 3,
-    samples: Annotated[int, typer.Option(min=2, help="Draws per prediction.")] = 20,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Override the number of epochs.")] = None,
-) -> None:
-    """Train small models, find their errors, write a report page.
-
-    It begins with ordinary soft attention: its errors by closed form, by draws and by confidence. Then soft and Bayesian
-    attention are trained side by side. The data are embedded.
-    """
-    # before the imports, which take seconds
-    console.print("Small models are trained on embedded data; this takes some minutes.", highlight=False)
-    start = time.perf_counter()
-    parts = [(registry.find(recipe), folder) for recipe, folder in (("digits", out), ("graph", out / "graph"))]
-    folders = [
-        run
-        for recipe, folder in parts
-        for run in recipe.load("demo").run_demo(folder, num_seeds=seeds, num_samples=samples, epochs=epochs, console=console)
-    ]
-    from bayesattn.evaluation.report import write_report
-    from bayesattn.evaluation.runs import REPORT_FILE
-
-    with console.status("drawing figures and report"):
-        page = write_report(folders, out / REPORT_FILE, figures=out / "figures", title="Demo")
-    took = time.perf_counter() - start
-    console.print(f"figures: {out / 'figures'}\nreport:  {page}\ntook {took:.0f} s", soft_wrap=True, highlight=False)
 
 
 @app.command("list")
@@ -199,58 +182,6 @@ def evaluate(
         )
     console.print(printing.metrics(measured))
     console.print(f"metrics: {run / METRICS_FILE}", soft_wrap=True)
-
-
-@app.command()
-def predict(
-    run: RunArgument,
-    text: Annotated[list[str] | None, typer.Option(help="The text, or the question; may be repeated.")] = None,
-    second: Annotated[
-        list[str] | None,
-        typer.Option(help="The second text of a pair, or the paragraph of a question; one for every --text."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(help="One input per line: JSON objects in a .jsonl file, else text, a tab before a second."),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=2, help="Draws per answer; default: as many as `evaluate` used, or 20.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    method: Annotated[str | None, typer.Option(help="How to draw; default: the usual way of the run.")] = None,
-) -> None:
-    """Answer for new texts, and say whether to trust the answer.
-
-    The run has to be of a recipe that offers this, such as language. There an answer is trusted if its probability reaches
-    a threshold that `bayesattn evaluate` chose on validation data, for a stated error rate.
-
-    Without --text and --file, standard input is read as JSON lines with "text" and, for pairs, "second"; each is
-    answered before the next is read.
-    """
-    from bayesattn.cli.predict import answer_file, answer_lines, load_server, read_lines
-
-    texts, seconds = text or [], second or []
-    if texts and file is not None:
-        raise ValueError("both --text and --file are given. Use one of them, or neither for standard input")
-    if seconds and len(seconds) != len(texts):
-        given = "without --text" if not texts else f"{len(seconds)} times with {len(texts)} --text"
-        raise ValueError(f"--second is given {given}. Give one for every --text, or lines with two texts")
-    server = load_server(run, num_samples=samples, seed=seed, method=method)
-    if texts:
-        for answer in server.answer(list(zip(texts, seconds)) if seconds else [(one,) for one in texts]):
-            print(answer)
-        print(server.note)
-        return
-    if file is None:
-        answers = answer_lines(server, read_lines(sys.stdin, is_json=True))
-    else:
-        # a missing file must be an error before the first answer
-        lines = read_lines(file.read_text(encoding="utf-8").split("\n"), is_json=file.suffix == ".jsonl")
-        answers = answer_file(server, lines)
-    for answer in answers:
-        print(json.dumps(answer.to_dict(), ensure_ascii=False), flush=True)
-    # on stderr: another program may read the answers from stdout
-    print(server.note, file=sys.stderr)
 
 
 @app.command()

@@ -4,9 +4,9 @@
     mine = "my_package:RECIPE"                   # RECIPE = Recipe("mine", "what it does", package="my_package")
 
 A recipe is a package with a module `train` (`load_config`, `train_run`) and a folder `configs` of YAML files. These modules
-are optional: `evaluate` (`predict_run`), `serve` (`load`, for `bayesattn predict`), `reproduce` (`reproduce`), `demo`
-(`run_demo`) and `commands` (`register`, for commands of its own). A module is imported when it is used, because each recipe
-needs packages of its own.
+are optional: `evaluate` (`predict_run`), `reproduce` (`reproduce`) and `commands` (`register`, for commands of its own, as
+`demo` and `predict` of the paper's recipes are). A module is imported when it is used, because each recipe needs packages of
+its own.
 """
 
 import importlib
