@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from bayesattn import record_kl
-from bayesattn.evaluation.runs import write_csv
 from bayesattn.plots.style import COLORS, MARKERS, new_figure, plain
 from bayesattn_recipes.baselines import AttentionChoice, build_weights
+from bayesattn_recipes.common.folders import write_csv
 
 SHAPES = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 NUM_DRAWS = 400

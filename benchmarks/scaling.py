@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesattn as ba
-from bayesattn.evaluation.runs import write_csv
 from bayesattn_recipes.common.config import seed_everything
+from bayesattn_recipes.common.folders import write_csv
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, train
 
 TOKENS, WIDTH, LAYERS, HEADS, CLASSES = 64, 256, 4, 4, 10

@@ -22,9 +22,10 @@ import torch
 from data_files import DataTargets
 
 import bayesattn_recipes as recipes
+from bayesattn import files
 from bayesattn.evaluation import runs
+from bayesattn_recipes.common import folders, state
 from bayesattn_recipes.common import runs as _runs
-from bayesattn_recipes.common import state
 from bayesattn_recipes.common.config import build_config, override, read_config
 from bayesattn_recipes.digits.train import CONFIGS, DigitsConfig
 
@@ -96,7 +97,7 @@ class Targets:
         samples = torch.rand(2, 3, 4)
         splits = {"test": runs.SplitPredictions({"attention": samples}, torch.zeros(3, dtype=torch.int64))}
         runs.write_predictions(run, runs.Predictions(splits, list("abcd"), ["attention"], 0, (1, 2)))
-        runs.write_log(run, [{"epoch": 0, "loss": 0.5}])
+        folders.write_log(run, [{"epoch": 0, "loss": 0.5}])
         state.write_state(run / "state.safetensors", state.flatten({"a": [1, 2.5, (None, torch.ones(3))], 4: "x"}))
         self.files = {name: (run / name).read_bytes() for name in ("run.json", "log.jsonl", "state.safetensors")}
         self.files["predictions.safetensors"] = (run / "predictions.safetensors").read_bytes()
@@ -140,7 +141,7 @@ class Targets:
         tensors = {f"0/{draw.choice(parts)}": torch.ones(draw.choice(shapes)) for _ in range(draw.randint(0, 4))}
         if draw.random() < 0.7:
             tensors["0/samples/attention"] = torch.ones(2, 3, 4)
-        runs.write_tensors(self.run / "predictions.safetensors", tensors, {"bayesattn": json.dumps(meta)})
+        files.write_tensors(self.run / "predictions.safetensors", tensors, {"bayesattn": json.dumps(meta)})
         return runs.read_predictions(self.run)
 
     def file(self, name: str, read: Callable[[], object]) -> object:

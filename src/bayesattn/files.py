@@ -1,12 +1,9 @@
 """Atomic writes and size-limited reads for the files of run folders."""
 
-import csv
-import io
 import json
 import os
-import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,27 +54,10 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed: ours, and safetensors' own, `.tmp` and six characters."""
-    for path in folder.glob(".*"):
-        is_left = path.suffix == ".part" or re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", path.name)
-        if is_left and path.is_file():
-            path.unlink(missing_ok=True)
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a whole file or nothing."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write dictionaries as a CSV file; a column for every key, empty where a row lacks it."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_bytes(path, text.getvalue().encode())
 
 
 def write_json(path: Path, value: Any) -> None:

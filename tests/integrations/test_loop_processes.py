@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bayesattn.evaluation.runs import read_tensors
+from bayesattn.files import read_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.captioning.data import load_coco
 from bayesattn_recipes.common.arrays import check_numbers, read_npz, read_packed_npy
 from bayesattn_recipes.graph.data import load_heterophilous

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from bayesattn import record_kl
 from bayesattn.cli import main
 from bayesattn.evaluation.report import measure_run, write_report
-from bayesattn.evaluation.runs import RunError, write_predictions
+from bayesattn.evaluation.runs import write_predictions
+from bayesattn.files import RunError
 from bayesattn_recipes.captioning import evaluate as captioning_evaluate
 from bayesattn_recipes.captioning import explain as explain_module
 from bayesattn_recipes.captioning import reproduce as captioning_reproduce

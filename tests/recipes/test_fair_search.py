@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.common.search import (
     Key,
     Kind,

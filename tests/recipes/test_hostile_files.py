@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bayesattn import files
 from bayesattn.cli import LINE_LIMIT, main
 from bayesattn.evaluation import runs
 from bayesattn_recipes.common.config import build_config, load_yaml, override, parse_yaml, shown
@@ -287,7 +288,7 @@ def test_metadata_of_another_shape_is_refused(tmp_path, meta):
     plain = {"schema": runs.PREDICTIONS_SCHEMA, "splits": ["test"], "class_names": ["a"], "methods": ["mean"], "seed": 0}
     content = safetensors.torch.save({"0/samples/mean": torch.ones(1, 2, 1)}, {"bayesattn": json.dumps({**plain, **meta})})
     (tmp_path / "predictions.safetensors").write_bytes(content)
-    with pytest.raises(runs.RunError):
+    with pytest.raises(files.RunError):
         runs.read_predictions(tmp_path)
 
 

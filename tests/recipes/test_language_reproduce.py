@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bayesattn.cli.registry import Recipe
 from bayesattn.evaluation.report.gather import group_runs, read_runs
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.language import reproduce as reproducing
 from bayesattn_recipes.language.reproduce import ROWS, LanguageRuns, members, plan_runs, reproduce, row_seeds
 from bayesattn_recipes.language.table import section

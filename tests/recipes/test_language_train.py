@@ -9,7 +9,8 @@ import torch
 import transformers as hf
 from language_files import call, sentiment_data, trained, write_glue, write_sentiment, write_squad
 
-from bayesattn.evaluation.runs import RunError, read_run
+from bayesattn.evaluation.runs import read_run
+from bayesattn.files import RunError
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.language.features import Collator
 from bayesattn_recipes.language.model import tiny_tokenizer

@@ -8,7 +8,7 @@ import torch
 from line_experiment import BATCHES, LineExperiment
 
 from bayesattn.entropy import is_observing_entropy
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn.noise.keyed import example_seeds
 from bayesattn_recipes.common.checkpoints import Checkpoints, check_identity
 from bayesattn_recipes.common.config import build_config

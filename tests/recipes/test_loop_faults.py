@@ -16,7 +16,7 @@ import torch
 from loop_experiment import TinyConfig, TinyExperiment, training
 
 from bayesattn.cli import progress
-from bayesattn.evaluation.runs import read_tensors, write_bytes, write_json
+from bayesattn.files import read_tensors, write_bytes, write_json
 from bayesattn_recipes.common import runs as _runs
 from bayesattn_recipes.common.checkpoints import Checkpoints
 from bayesattn_recipes.common.loop import train

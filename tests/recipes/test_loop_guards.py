@@ -10,7 +10,7 @@ from loop_experiment import TinyConfig, TinyExperiment, training
 import bayesattn as ba
 from bayesattn import functional
 from bayesattn.entropy import observe_entropy
-from bayesattn.evaluation.runs import read_tensors
+from bayesattn.files import read_tensors
 from bayesattn_recipes.common import runs
 from bayesattn_recipes.common.checkpoints import Checkpoints
 from bayesattn_recipes.common.config import seed_everything

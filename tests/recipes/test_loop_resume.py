@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from loop_experiment import EXAMPLES, TinyConfig, TinyExperiment, training
 
-from bayesattn.evaluation.runs import RunError, read_tensors
+from bayesattn.files import RunError, read_tensors
 from bayesattn_recipes.common import checkpoints as _checkpoints
 from bayesattn_recipes.common import runs
 from bayesattn_recipes.common import state as _state

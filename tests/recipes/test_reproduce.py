@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.common.reproduce import Runs, collect, run_missing
 
 CONSOLE = Console(file=io.StringIO())

@@ -11,7 +11,7 @@ from language_files import sentiment_data, write_glue, write_squad
 
 from bayesattn.cli import main
 from bayesattn.config import AttentionConfig
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.baselines import with_score_function
 from bayesattn_recipes.baselines.config import IN_LAYERS
 from bayesattn_recipes.baselines.rows import EdgeRows

@@ -6,8 +6,10 @@ import signal
 import pytest
 from loop_experiment import TinyConfig, TinyExperiment, training
 
-from bayesattn.evaluation.runs import RunError, hold_run_folder, read_run
+from bayesattn.evaluation.runs import read_run
+from bayesattn.files import RunError
 from bayesattn_recipes.common import runs
+from bayesattn_recipes.common.folders import hold_run_folder
 
 
 def run(folder, *, seed=5, build=None, on_progress=lambda done, total: None, **options):

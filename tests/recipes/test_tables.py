@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import bayesattn_recipes as recipes
-from bayesattn.cli.progress import show_runs
+from bayesattn_recipes.common.progress import show_runs
 from bayesattn_recipes.common.tables import choose, markdown, paired, print_tables
 
 REPRODUCIBLE = ("graph", "language", "translation", "captioning", "vqa")

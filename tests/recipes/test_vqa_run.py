@@ -12,7 +12,8 @@ from PIL import Image
 from rich.console import Console
 
 from bayesattn.cli import main
-from bayesattn.evaluation.runs import RunError, SplitPredictions, read_predictions
+from bayesattn.evaluation.runs import SplitPredictions, read_predictions
+from bayesattn.files import RunError
 from bayesattn.metrics import evaluate_predictions, evaluate_table, pavpu
 from bayesattn_recipes.vqa import data as data_module
 from bayesattn_recipes.vqa import evaluate as evaluate_module

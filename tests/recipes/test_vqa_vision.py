@@ -15,7 +15,7 @@ from PIL import Image
 
 from bayesattn import plots
 from bayesattn.cli import main
-from bayesattn.evaluation.runs import write_tensors
+from bayesattn.files import write_tensors
 from bayesattn_recipes.vision.extract import extract_folder, grid_features
 from bayesattn_recipes.vision.features import (
     H5Regions,

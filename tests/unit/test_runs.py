@@ -7,7 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from bayesattn import files
 from bayesattn.evaluation import runs
+from bayesattn_recipes.common import folders
 
 CLASS_NAMES = ["ant", "bee", "cat"]
 
@@ -54,14 +56,14 @@ def test_run_comes_back_with_versions_and_command(tmp_path):
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, failing):
     path = tmp_path / "metrics.json"
-    runs.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
 
     def fail(*args):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, failing, fail)
     with pytest.raises(OSError, match="disk full"):
-        runs.write_json(path, {"a": 2})
+        files.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.json"]
 
@@ -69,7 +71,7 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, fa
 def test_written_file_has_ordinary_rights(tmp_path):
     mask = os.umask(0o022)
     try:
-        runs.write_bytes(tmp_path / "x", b"1")
+        files.write_bytes(tmp_path / "x", b"1")
     finally:
         os.umask(mask)
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o644
@@ -78,12 +80,12 @@ def test_written_file_has_ordinary_rights(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_json_refuses_numbers_that_are_not_finite(tmp_path, value):
     with pytest.raises(ValueError, match=r"metrics.json would hold a number that is not finite"):
-        runs.write_json(tmp_path / "metrics.json", {"nll": value})
+        files.write_json(tmp_path / "metrics.json", {"nll": value})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_without_predictions_says_what_to_run(tmp_path):
-    with pytest.raises(runs.RunError, match=r"holds no predictions.safetensors. Run `bayesattn evaluate"):
+    with pytest.raises(files.RunError, match=r"holds no predictions.safetensors. Run `bayesattn evaluate"):
         runs.read_predictions(tmp_path)
 
 
@@ -91,20 +93,20 @@ def test_truncated_predictions_are_named(tmp_path):
     runs.write_predictions(tmp_path, make_predictions())
     path = tmp_path / runs.PREDICTIONS_FILE
     path.write_bytes(path.read_bytes()[:-11])
-    with pytest.raises(runs.RunError, match=r"predictions.safetensors cannot be read as safetensors"):
+    with pytest.raises(files.RunError, match=r"predictions.safetensors cannot be read as safetensors"):
         runs.read_predictions(tmp_path)
 
 
 @pytest.mark.parametrize("meta", [None, {"bayesattn": "{}"}, {"bayesattn": '{"schema": "other/1"}'}, {"bayesattn": "[1]"}])
 def test_foreign_safetensors_is_refused(tmp_path, meta):
     (tmp_path / runs.PREDICTIONS_FILE).write_bytes(safetensors.torch.save({"0/samples": torch.ones(1)}, meta))
-    with pytest.raises(runs.RunError, match="was not written by bayesattn"):
+    with pytest.raises(files.RunError, match="was not written by bayesattn"):
         runs.read_predictions(tmp_path)
 
 
 def test_metadata_that_is_not_json_is_refused(tmp_path):
     (tmp_path / runs.PREDICTIONS_FILE).write_bytes(safetensors.torch.save({"a": torch.ones(1)}, {"bayesattn": "{"}))
-    with pytest.raises(runs.RunError, match="metadata that is not JSON"):
+    with pytest.raises(files.RunError, match="metadata that is not JSON"):
         runs.read_predictions(tmp_path)
 
 
@@ -123,10 +125,10 @@ def test_metadata_that_is_not_json_is_refused(tmp_path):
 def test_parts_that_do_not_fit_are_named(tmp_path, part, value, message):
     runs.write_predictions(tmp_path, make_predictions())
     path = tmp_path / runs.PREDICTIONS_FILE
-    tensors, meta = runs.read_tensors(path)
+    tensors, meta = files.read_tensors(path)
     tensors.pop(part) if value is None else tensors.update({part: value})
-    runs.write_tensors(path, tensors, meta)
-    with pytest.raises(runs.RunError, match=message):
+    files.write_tensors(path, tensors, meta)
+    with pytest.raises(files.RunError, match=message):
         runs.read_predictions(tmp_path)
 
 
@@ -144,12 +146,12 @@ def test_parts_that_do_not_fit_are_named(tmp_path, part, value, message):
 def test_broken_run_json_is_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / runs.RUN_FILE).write_bytes(content)
-    with pytest.raises(runs.RunError, match=message):
+    with pytest.raises(files.RunError, match=message):
         runs.read_run(tmp_path)
 
 
 def test_missing_folder_is_named(tmp_path):
-    with pytest.raises(runs.RunError, match="is not a folder"):
+    with pytest.raises(files.RunError, match="is not a folder"):
         runs.read_run(tmp_path / "nowhere")
 
 
@@ -157,13 +159,13 @@ def test_finished_run_is_not_overwritten_unless_asked(tmp_path):
     write_run(tmp_path)
     runs.write_predictions(tmp_path, make_predictions())
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(runs.RunError, match="already holds a run"):
-        runs.make_run_folder(tmp_path)
-    runs.make_run_folder(tmp_path, overwrite=True)
+    with pytest.raises(files.RunError, match="already holds a run"):
+        folders.make_run_folder(tmp_path)
+    folders.make_run_folder(tmp_path, overwrite=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_run_folder_cannot_be_a_file(tmp_path):
     (tmp_path / "x").write_text("")
-    with pytest.raises(runs.RunError, match="is a file"):
-        runs.make_run_folder(tmp_path / "x")
+    with pytest.raises(files.RunError, match="is a file"):
+        folders.make_run_folder(tmp_path / "x")

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 from bayesattn.kl import record_kl
 from bayesattn.metrics import entropy, top_two_p_value
 from bayesattn.plots import plot_overlay

@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from bayesattn.evaluation.aggregate import over_runs
-from bayesattn.evaluation.runs import read_run, write_bytes
+from bayesattn.evaluation.runs import read_run
+from bayesattn.files import write_bytes
 from bayesattn_recipes.captioning.data import CaptionData, DatasetName, load_data
 from bayesattn_recipes.captioning.scoring import MEASURES, score, tools
 from bayesattn_recipes.captioning.train import (

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.evaluation.runs import CHECKPOINT_FILE, RunError, read_tensors
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.files import RunError, read_tensors
 from bayesattn_recipes.baselines import AttentionChoice, build_step_attention, with_score_function
 from bayesattn_recipes.captioning.batches import encode_captions, make_batch, pad_batch, step_nll
 from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit, DatasetName, load_data
@@ -29,6 +29,7 @@ from bayesattn_recipes.common.config import (
     config_class,
     read_config,
 )
+from bayesattn_recipes.common.folders import CHECKPOINT_FILE
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 
 RECIPE = "captioning"

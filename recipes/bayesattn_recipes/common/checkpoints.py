@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesattn.evaluation.runs import CHECKPOINTS_FOLDER, FAILURE_FILE, RunError, remove_leftovers, write_json, write_log
+from bayesattn.files import RunError, write_json
 from bayesattn_recipes.common.config import comparable
+from bayesattn_recipes.common.folders import CHECKPOINTS_FOLDER, FAILURE_FILE, remove_leftovers, write_log
 from bayesattn_recipes.common.state import read_state, write_state
 
 # settings that do not change the computation: when to save, and what to do about a step that fails

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from bayesattn.config import VARIANTS, AttentionConfig
-from bayesattn.evaluation.runs import read_text, write_bytes
+from bayesattn.files import read_text, write_bytes
 from bayesattn_recipes.baselines import AttentionChoice
 
 Config = TypeVar("Config")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 from bayesattn.plots.style import BAD, COLORS, MARKERS, NEUTRAL, new_figure, plain
 from bayesattn_recipes.common.tables import holm, markdown, paired, show_p
 

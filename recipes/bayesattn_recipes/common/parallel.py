@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 
 # a process may be killed because others use too much memory, so its entry gets a second chance
 TRIES = 2

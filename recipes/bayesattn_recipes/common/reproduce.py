@@ -14,9 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from rich.console import Console
 
-from bayesattn.cli.progress import show_runs
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.common.parallel import Outcome, run_all
+from bayesattn_recipes.common.progress import show_runs
 from bayesattn_recipes.common.tables import read_cell, write_cell
 
 Name = TypeVar("Name", bound=str)

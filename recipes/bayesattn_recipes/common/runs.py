@@ -13,25 +13,19 @@ from torch import nn
 
 from bayesattn.cli.progress import is_first_process
 from bayesattn.config import AttentionConfig
-from bayesattn.evaluation.runs import (
-    CHECKPOINT_FILE,
-    JSON_LIMIT,
-    LOG_FILE,
-    RUN_FILE,
-    RunError,
-    check_run_folder,
-    hold_run_folder,
-    make_run_folder,
-    read_run,
-    read_tensors,
-    read_text,
-    write_log,
-    write_run,
-    write_tensors,
-)
+from bayesattn.evaluation.runs import RUN_FILE, read_run, write_run
+from bayesattn.files import JSON_LIMIT, RunError, read_tensors, read_text, write_tensors
 from bayesattn.scalars import check_count
 from bayesattn_recipes.common.checkpoints import Checkpoints, check_identity, leaves
 from bayesattn_recipes.common.config import MetricLog, build_config, seed_everything
+from bayesattn_recipes.common.folders import (
+    CHECKPOINT_FILE,
+    LOG_FILE,
+    check_run_folder,
+    hold_run_folder,
+    make_run_folder,
+    write_log,
+)
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps, train
 from bayesattn_recipes.common.state import whole
 from bayesattn_recipes.common.tensorboard import TensorBoardLog

@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesattn import metrics
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.measure import mean_logits
-from bayesattn.evaluation.runs import RunError
+from bayesattn.files import RunError
 from bayesattn_recipes.common.parallel import run_all
 from bayesattn_recipes.common.tables import markdown, paired, read_cell, show, show_p, write_cell
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from bayesattn.evaluation.runs import RunError, read_tensors, write_tensors
+from bayesattn.files import RunError, read_tensors, write_tensors
 
 STATE_SCHEMA = "bayesattn.state/1"
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from scipy import stats
 
 from bayesattn.evaluation.aggregate import Summary, over_runs
-from bayesattn.evaluation.runs import RunError, write_json
-from bayesattn.evaluation.runs import write_csv as write_csv
+from bayesattn.files import RunError, write_json
 from bayesattn_recipes.common.config import comparable
+from bayesattn_recipes.common.folders import write_csv as write_csv
 
 Name = TypeVar("Name", bound=str)
 

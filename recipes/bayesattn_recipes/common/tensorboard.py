@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bayesattn.evaluation.runs import TENSORBOARD_FOLDER
+from bayesattn_recipes.common.folders import TENSORBOARD_FOLDER
 
 
 class TensorBoardLog:

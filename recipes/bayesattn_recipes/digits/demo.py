@@ -9,13 +9,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bayesattn.cli.progress import progress, say_without_bar
+from bayesattn.cli.progress import progress
 from bayesattn.evaluation.aggregate import Summary, over_runs
 from bayesattn.evaluation.report import measure_run
 from bayesattn.evaluation.report.names import method_name
-from bayesattn.evaluation.runs import write_json, write_predictions
+from bayesattn.evaluation.runs import write_predictions
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.files import write_json
 from bayesattn.scalars import check_count
+from bayesattn_recipes.common.progress import say_without_bar
 from bayesattn_recipes.digits.data import OUT_OF_DISTRIBUTION, SHIFTS, evaluation_splits
 from bayesattn_recipes.digits.doubt import show_doubt
 from bayesattn_recipes.digits.evaluate import available_methods, predict_run

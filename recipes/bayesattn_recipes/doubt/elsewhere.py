@@ -20,13 +20,13 @@ from rich.console import Console
 from torch import Tensor
 
 import bayesattn as ba
-from bayesattn.evaluation.runs import RunError
-from bayesattn.files import write_bytes, write_csv
+from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.captioning import train as captioning
 from bayesattn_recipes.captioning.data import CaptionData, load_data
 from bayesattn_recipes.common import parallel
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.doubt import with_noise
+from bayesattn_recipes.common.folders import write_csv
 from bayesattn_recipes.common.loop import train
 from bayesattn_recipes.common.reproduce import CELLS_FOLDER, deadline_after
 from bayesattn_recipes.common.tables import (

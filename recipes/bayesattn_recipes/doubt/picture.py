@@ -34,7 +34,7 @@ from matplotlib.ticker import MultipleLocator
 from torch import Tensor
 
 from bayesattn import metrics
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 from bayesattn.plots import style
 from bayesattn.plots.doubt import shade_words
 from bayesattn_recipes.doubt.rankings import BASELINE, FLAGSHIP, RANKINGS, Found, Run

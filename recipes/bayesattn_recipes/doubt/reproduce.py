@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 import bayesattn as ba
-from bayesattn.cli.progress import show_runs
-from bayesattn.evaluation.runs import RunError, write_bytes
+from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.common import parallel
+from bayesattn_recipes.common.progress import show_runs
 from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, deadline_after
 from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.doubt import table

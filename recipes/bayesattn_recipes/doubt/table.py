@@ -18,8 +18,9 @@ from rich.console import Console
 from scipy import stats
 
 from bayesattn.evaluation.aggregate import over_runs
-from bayesattn.evaluation.runs import write_bytes, write_csv
+from bayesattn.files import write_bytes
 from bayesattn.plots import style
+from bayesattn_recipes.common.folders import write_csv
 from bayesattn_recipes.common.tables import holm, markdown, print_tables, show_p
 from bayesattn_recipes.doubt.rankings import BASELINE, FLAGSHIP, PREDICTIVES, RANKINGS, Found, Run, measure
 

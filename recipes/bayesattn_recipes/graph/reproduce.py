@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 
 from bayesattn.evaluation.aggregate import over_runs
-from bayesattn.evaluation.runs import environment, write_bytes, write_json
+from bayesattn.evaluation.runs import environment
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.files import write_bytes, write_json
 from bayesattn_recipes.common import tables as _tables
 from bayesattn_recipes.common.reproduce import collect, deadline_after
 from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph

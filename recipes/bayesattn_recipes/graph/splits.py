@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.evaluation.runs import RunError, write_bytes
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.common.reproduce import deadline_after
 from bayesattn_recipes.common.search import (
     Key,

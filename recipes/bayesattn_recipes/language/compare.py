@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bayesattn.evaluation.runs import PREDICTIONS_FILE, RunError, read_predictions, read_run
+from bayesattn.evaluation.runs import PREDICTIONS_FILE, read_predictions, read_run
+from bayesattn.files import RunError
 from bayesattn.metrics import bootstrap_mean
 from bayesattn_recipes.common.tables import markdown, write_csv
 from bayesattn_recipes.language.measure import answer_losses, read_answers

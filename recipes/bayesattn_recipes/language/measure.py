@@ -17,11 +17,10 @@ from bayesattn.evaluation.runs import (
     command_line,
     environment,
     now,
-    read_json,
     read_predictions,
     read_run,
-    write_json,
 )
+from bayesattn.files import read_json, write_json
 from bayesattn.metrics import aurc, auroc, bootstrap_statistic, expected_calibration_error
 from bayesattn_recipes.language import metrics
 from bayesattn_recipes.language.predictor import Answers

@@ -33,7 +33,7 @@ from transformers import (
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 from bayesattn_recipes.baselines import attention_options
 from bayesattn_recipes.common.sources import SOURCES
 from bayesattn_recipes.language.files import unpack

@@ -17,19 +17,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.evaluation.runs import (
-    Predictions,
-    RunError,
-    SplitPredictions,
-    make_run_folder,
-    read_predictions,
-    read_run,
-    write_log,
-    write_predictions,
-    write_run,
-)
+from bayesattn.evaluation.runs import Predictions, SplitPredictions, read_predictions, read_run, write_predictions, write_run
+from bayesattn.files import RunError
 from bayesattn_recipes import LANGUAGE
 from bayesattn_recipes.common import parallel
+from bayesattn_recipes.common.folders import make_run_folder, write_log
 from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, RUNS_FOLDER, Runs, cell_path, deadline_after, run_missing
 from bayesattn_recipes.common.tables import Cells, choose, read_cell, write_cell
 from bayesattn_recipes.language.measure import measure_run, write_answers

@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bayesattn.evaluation.runs import read_predictions, write_bytes
+from bayesattn.evaluation.runs import read_predictions
+from bayesattn.files import write_bytes
 from bayesattn.metrics import tabulate_predictions
 from bayesattn.plots import plot_calibration, plot_reliability
 from bayesattn_recipes.common.tables import Column, difference_table, markdown, mean_table, print_tables, write_csv

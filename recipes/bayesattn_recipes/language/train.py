@@ -10,7 +10,8 @@ from pydantic import Field
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bayesattn.convert import conversion_report
-from bayesattn.evaluation.runs import RunError, read_run
+from bayesattn.evaluation.runs import read_run
+from bayesattn.files import RunError
 from bayesattn_recipes.baselines import AttentionChoice
 from bayesattn_recipes.common import runs
 from bayesattn_recipes.common.config import Count, MetricLog, Seed, Share, config_class, read_config, seed_everything

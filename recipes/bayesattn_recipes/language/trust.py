@@ -13,7 +13,8 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from bayesattn.evaluation.runs import METRICS_FILE, METRICS_SCHEMA, RunError, read_json
+from bayesattn.evaluation.runs import METRICS_FILE, METRICS_SCHEMA
+from bayesattn.files import RunError, read_json
 from bayesattn.metrics import SelectivePredictor
 from bayesattn_recipes.common.config import build_config
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 from bayesattn.plots import plot_attention
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.plots.style import title as set_title

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.evaluation.runs import read_run, write_bytes
+from bayesattn.evaluation.runs import read_run
+from bayesattn.files import write_bytes
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.reproduce import collect, deadline_after
 from bayesattn_recipes.common.tables import choose, print_tables, write_csv

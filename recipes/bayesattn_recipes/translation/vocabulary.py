@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from bayesattn.evaluation.runs import RunError, write_bytes
+from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.common.beam import Marks
 
 PAD, UNKNOWN, START, END = range(4)

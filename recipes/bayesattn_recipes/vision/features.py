@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from bayesattn.evaluation.runs import read_tensors, write_tensors
+from bayesattn.files import read_tensors, write_tensors
 from bayesattn.scalars import check_not_negative
 from bayesattn_recipes.common.arrays import check_numbers, read_npz, read_packed_npy
 

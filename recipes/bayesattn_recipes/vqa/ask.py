@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from bayesattn.evaluation.runs import write_bytes
+from bayesattn.files import write_bytes
 from bayesattn.metrics import top_two_p_value
 from bayesattn.plots import plot_overlay
 from bayesattn.prediction import predict

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.evaluation.runs import read_run, write_bytes
+from bayesattn.evaluation.runs import read_run
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.files import write_bytes
 from bayesattn.metrics import expected_calibration_error, pavpu
 from bayesattn.metrics.pavpu import THRESHOLDS
 from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after

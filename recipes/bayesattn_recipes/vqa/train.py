@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.evaluation.runs import CHECKPOINT_FILE, RunError, read_tensors
 from bayesattn.evaluation.threads import one_thread
+from bayesattn.files import RunError, read_tensors
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.common import runs
 from bayesattn_recipes.common.config import Count, MetricLog, Positive, Seed, config_class, read_config
+from bayesattn_recipes.common.folders import CHECKPOINT_FILE
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.common.replay import is_recordable
 from bayesattn_recipes.vqa.accuracy import soft_targets

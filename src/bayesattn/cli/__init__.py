@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from bayesattn.cli import registry
 from bayesattn.optional import MissingExtra, needs_extra
 
 LINE_LIMIT = 2000
@@ -64,6 +65,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     context = getattr(error, "ctx", None)
     if context is not None:
         text = f"{text if text.endswith(('.', '?')) else f'{text}.'} Try: {context.command_path} --help"
+        if text.startswith("No such command") and not registry.installed():
+            text += f". Recipes add commands, and none is installed. Get the paper's with: {registry.INSTALL}"
     # names from files may hold anything: remove control characters and cut long lines
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT // 2]} … {line[-LINE_LIMIT // 2 :]}"

@@ -8,27 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
 from rich.console import Console
 
 from bayesattn import __version__
 from bayesattn.cli import printing, registry
 
-
-class _Commands(typer.core.TyperGroup):
-    """Says where commands of the recipes come from, if none is installed."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except Exception as error:
-            if hasattr(error, "message") and not registry.installed():
-                error.message += f" Recipes add commands, and none is installed. Get the paper's with: {registry.INSTALL}."
-            raise
-
-
 app = typer.Typer(
-    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

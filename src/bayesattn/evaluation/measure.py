@@ -13,15 +13,14 @@ from bayesattn.evaluation.runs import (
     METRICS_FILE,
     METRICS_SCHEMA,
     Predictions,
-    RunError,
     SplitPredictions,
     command_line,
     environment,
     now,
     read_predictions,
     read_run,
-    write_json,
 )
+from bayesattn.files import RunError, write_json
 
 # the split on which temperatures are fitted, and the one that out-of-distribution data is compared with
 VALIDATION = "validation"

@@ -10,8 +10,8 @@ from report_runs import HOSTILE, WORDS, make_doubtful, make_run
 from bayesattn.doubt import Uncertainty
 from bayesattn.evaluation.report import figures
 from bayesattn.evaluation.report.gather import group_runs, read_runs
-from bayesattn.evaluation.runs import DoubtfulExamples, RunError, read_predictions
-from bayesattn.files import read_tensors, write_tensors
+from bayesattn.evaluation.runs import DoubtfulExamples, read_predictions
+from bayesattn.files import RunError, read_tensors, write_tensors
 
 
 def drawn_from(folders):

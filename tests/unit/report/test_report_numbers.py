@@ -9,7 +9,7 @@ from report_runs import make_run
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from bayesattn import metrics
+from bayesattn import files, metrics
 from bayesattn.evaluation import runs
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.measure import measure
@@ -75,10 +75,10 @@ def test_temperature_is_fitted_on_validation_and_applied_to_test(tmp_path):
 def test_predictions_that_are_no_probabilities_are_named(tmp_path):
     folder = make_run(tmp_path / "run")
     before = (folder / "metrics.json").read_bytes()
-    tensors, meta = runs.read_tensors(folder / runs.PREDICTIONS_FILE)
+    tensors, meta = files.read_tensors(folder / runs.PREDICTIONS_FILE)
     tensors["1/samples/attention"][0, 0] = torch.nan
-    runs.write_tensors(folder / runs.PREDICTIONS_FILE, tensors, meta)
-    with pytest.raises(runs.RunError, match="split 'test', method 'attention'"):
+    files.write_tensors(folder / runs.PREDICTIONS_FILE, tensors, meta)
+    with pytest.raises(files.RunError, match="split 'test', method 'attention'"):
         measure_run(folder, num_resamples=0)
     assert (folder / "metrics.json").read_bytes() == before
 
@@ -119,7 +119,7 @@ def test_metrics_of_other_predictions_are_refused(tmp_path):
     second = runs.read_predictions(first)
     del second.splits["noise-1"]
     runs.write_predictions(first, second)
-    with pytest.raises(runs.RunError, match=r"metrics.json is not of these predictions; run `bayesattn evaluate"):
+    with pytest.raises(files.RunError, match=r"metrics.json is not of these predictions; run `bayesattn evaluate"):
         read_runs([first])
 
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from report_runs import HOSTILE, make_run
 
-from bayesattn import metrics
+from bayesattn import files, metrics
 from bayesattn.evaluation import runs
 from bayesattn.evaluation.report import figures, write_report
 from bayesattn.evaluation.report.gather import group_runs, read_runs
@@ -161,7 +161,7 @@ def test_failed_write_leaves_the_old_page(run_folders, tmp_path, monkeypatch):
 def test_broken_run_writes_no_page(run_folders, tmp_path):
     broken = make_run(tmp_path / "wc-2")
     (broken / runs.PREDICTIONS_FILE).write_bytes(b"not tensors")
-    with pytest.raises(runs.RunError, match=r"wc-2.*cannot be read as safetensors"):
+    with pytest.raises(files.RunError, match=r"wc-2.*cannot be read as safetensors"):
         write_report([*run_folders, broken], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 

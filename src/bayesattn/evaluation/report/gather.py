@@ -13,15 +13,8 @@ from torch import Tensor
 from bayesattn.evaluation.aggregate import Summary, over_runs
 from bayesattn.evaluation.report.labels import flat, row_labels
 from bayesattn.evaluation.report.names import method_name
-from bayesattn.evaluation.runs import (
-    METRICS_FILE,
-    METRICS_SCHEMA,
-    Predictions,
-    RunError,
-    read_json,
-    read_predictions,
-    read_run,
-)
+from bayesattn.evaluation.runs import METRICS_FILE, METRICS_SCHEMA, Predictions, read_predictions, read_run
+from bayesattn.files import RunError, read_json
 from bayesattn.metrics import PredictionTable, tabulate_predictions
 
 

@@ -20,7 +20,8 @@ from bayesattn.evaluation.report import figures as figures_module
 from bayesattn.evaluation.report.examples import certain_mistakes, uncertain_hits
 from bayesattn.evaluation.report.gather import Group, Run, group_runs, read_runs
 from bayesattn.evaluation.report.names import METRICS, TEST_NAMES
-from bayesattn.evaluation.runs import now, write_bytes
+from bayesattn.evaluation.runs import now
+from bayesattn.files import write_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
 # the split whose examples and calibration are shown, where a run has it
