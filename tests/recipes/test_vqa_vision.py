@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from bayesattn import plots
 from bayesattn.cli import main
 from bayesattn.files import write_tensors
 from bayesattn_recipes.vision.extract import extract_folder, grid_features
@@ -28,6 +27,7 @@ from bayesattn_recipes.vision.features import (
 )
 from bayesattn_recipes.vision.ids import find_name, positions
 from bayesattn_recipes.vision.images import ImageSource, read_image
+from bayesattn_recipes.vision.overlay import plot_overlay
 from bayesattn_recipes.vision.shapes import COLORS, GRID, HUES, color_shares, make_shapes_world, pixel_features
 from data import shared_data
 from helpers import STANDARD_ERRORS
@@ -407,7 +407,7 @@ def test_pixel_features_show_which_cells_hold_a_shape(world):
 
 def test_overlay_draws_the_image_and_every_map_once(world):
     maps = {"mean": torch.rand(1, 16), "prior": torch.rand(1, 16), "std": torch.rand(1, 16)}
-    figure = plots.plot_overlay(world.images[0], maps, grid=GRID, title="a question that costs $5?")
+    figure = plot_overlay(world.images[0], maps, grid=GRID, title="a question that costs $5?")
     titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
     assert titles == ["image", "prior Ψ", "mean of W", "standard deviation of W"]
 
@@ -415,7 +415,7 @@ def test_overlay_draws_the_image_and_every_map_once(world):
 def test_overlay_by_word_has_a_column_for_every_word_and_one_prior(world):
     words = ["a", "red", "circle", "left", "of", "a", "blue", "square", "near", "the", "top"]
     maps = {"prior": torch.rand(1, 16), "mean": torch.rand(11, 16), "std": torch.rand(11, 16)}
-    figure = plots.plot_overlay(world.images[0], maps, grid=GRID, columns=words)
+    figure = plot_overlay(world.images[0], maps, grid=GRID, columns=words)
     titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
     assert sorted(titles) == sorted(["image", "prior Ψ", *words])
 
@@ -430,7 +430,8 @@ def test_overlay_is_brightest_over_the_region_with_the_weight():
     assert 10 <= row < 20
     assert 10 <= column < 20
     boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 1.0, 1.0]])
-    over = blend(torch.zeros(20, 30, 3, dtype=torch.uint8), torch.tensor([0.1, 0.9]), boxes=boxes)
+    figure = plot_overlay(torch.zeros(20, 30, 3, dtype=torch.uint8), {"mean": torch.tensor([[0.1, 0.9]])}, boxes=boxes)
+    over = figure.axes[1].images[0].get_array()
     assert over[19, 29].sum() > over[0, 0].sum()
 
 
@@ -444,7 +445,7 @@ def test_overlay_is_brightest_over_the_region_with_the_weight():
 )
 def test_overlay_refuses_maps_that_do_not_fit(options, message, world):
     with pytest.raises(ValueError, match=message):
-        plots.plot_overlay(world.images[0], {"mean": torch.rand(1, 16)}, **options)
+        plot_overlay(world.images[0], {"mean": torch.rand(1, 16)}, **options)
 
 
 @pytest.mark.skipif(shared_data() is None, reason="no shared data")

@@ -12,7 +12,6 @@ from torch import Tensor
 from bayesattn.files import write_bytes
 from bayesattn.kl import record_kl
 from bayesattn.metrics import entropy, top_two_p_value
-from bayesattn.plots import plot_overlay
 from bayesattn.prediction import predict
 from bayesattn.scalars import check_count
 from bayesattn_recipes.captioning.batches import teacher_forced
@@ -24,6 +23,7 @@ from bayesattn_recipes.captioning.vocabulary import BOUNDARY
 from bayesattn_recipes.vision.features import read_regions
 from bayesattn_recipes.vision.ids import find_name
 from bayesattn_recipes.vision.images import read_image
+from bayesattn_recipes.vision.overlay import plot_overlay
 from bayesattn_recipes.vision.shapes import GRID, pixel_features
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from bayesattn.evaluation.runs import read_predictions
 from bayesattn.files import write_bytes
 from bayesattn.metrics import tabulate_predictions
-from bayesattn.plots import plot_calibration, plot_reliability
+from bayesattn.plots import plot_reliability
 from bayesattn_recipes.common.tables import Column, difference_table, markdown, mean_table, print_tables, write_csv
+from bayesattn_recipes.language.calibration_figure import plot_calibration
 from bayesattn_recipes.language.measure import read_answers, sureness
 from bayesattn_recipes.language.tasks import PAPER_F1, Task, find_task
 

@@ -5,6 +5,7 @@
     ids.py        `positions`, the one place where annotations and features are paired; mismatches are errors
     shapes.py     `make_shapes_world`, colored shapes with questions, disagreeing annotators and five captions per image
     annotations.py  `Question`, one question with the answers of its annotators
+    overlay.py    `plot_overlay`, attention over an image
     extract.py    features of your own images from a pretrained backbone (`bayesattn features`)
 
 A captioning recipe uses it like this:
@@ -20,7 +21,7 @@ A captioning recipe uses it like this:
 
 and draws its attention, one column per word (Figure 1 of the paper), with
 
-    plots.plot_overlay(image, {"prior": psi, "mean": mean, "std": std}, grid=regions.grid, columns=words)
+    plot_overlay(image, {"prior": psi, "mean": mean, "std": std}, grid=regions.grid, columns=words)
 
 where every map is (words, regions); a map with one row, such as the prior that all words share, is drawn once.
 """

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from bayesattn.files import write_bytes
 from bayesattn.metrics import top_two_p_value
-from bayesattn.plots import plot_overlay
 from bayesattn.prediction import predict
 from bayesattn.scalars import check_count
 from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.vision.features import Regions, read_regions
 from bayesattn_recipes.vision.ids import find_name
 from bayesattn_recipes.vision.images import read_image
+from bayesattn_recipes.vision.overlay import plot_overlay
 from bayesattn_recipes.vision.shapes import GRID, pixel_features
 from bayesattn_recipes.vqa.attend import attention_maps
 from bayesattn_recipes.vqa.data import FOLDERS, find_pictures, load_splits

@@ -6,9 +6,7 @@ with needs_extra("bayesattn.plots", "plots"):
     from bayesattn.plots.attention import plot_attention, plot_attention_heads
     from bayesattn.plots.doubt import plot_doubt, plot_image_doubt
     from bayesattn.plots.graph import plot_edge_uncertainty
-    from bayesattn.plots.overlay import plot_overlay
     from bayesattn.plots.uncertainty import (
-        plot_calibration,
         plot_entropy,
         plot_p_values,
         plot_pavpu,
@@ -19,12 +17,10 @@ with needs_extra("bayesattn.plots", "plots"):
 __all__ = [
     "plot_attention",
     "plot_attention_heads",
-    "plot_calibration",
     "plot_doubt",
     "plot_edge_uncertainty",
     "plot_entropy",
     "plot_image_doubt",
-    "plot_overlay",
     "plot_p_values",
     "plot_pavpu",
     "plot_reliability",

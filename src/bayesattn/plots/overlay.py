@@ -1,108 +1,36 @@
-"""Attention laid over the image it looks at: prior, mean and deviation, for one question or word by word (Fig. 1)."""
-
-from collections.abc import Mapping, Sequence
+"""A map of weights laid over the image it is about."""
 
 import numpy as np
 from jaxtyping import Float, Shaped
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.plots.style import SEQUENTIAL, array, names, new_figure
-from bayesattn.plots.style import title as set_title
+from bayesattn.plots.style import SEQUENTIAL, array
 
-# words for the maps of a run, in the order shown; a map with another name is shown under that name
-MAPS = {"prior": "prior Ψ", "mean": "mean of W", "std": "standard deviation of W"}
-SHORT = {**MAPS, "std": "deviation of W"}
-WORDS_PER_LINE = 8
 # how much of the picture shows through the map
 PICTURE_SHARE = 0.45
 
 
-def plot_overlay(
-    image: Shaped[Tensor, "height width 3"],
-    maps: Mapping[str, Float[Tensor, "t n"]],
-    *,
-    grid: tuple[int, int] | None = None,
-    boxes: Float[Tensor, "n 4"] | None = None,
-    columns: Sequence[str] | None = None,
-    title: str = "",
-) -> Figure:
-    """Draw the image and, over gray copies of it, attention maps: one row per map, one column per word.
-
-    Args:
-        image: RGB, uint8 or floats from 0 to 1.
-        maps: By name (`prior`, `mean`, `std`), weights of the regions at each of `t` steps. A map with one row is the same
-            at every step and is drawn once. Prior and mean share a color scale, the deviation has its own.
-        grid: Rows and columns that the regions form, row by row from the top left.
-        boxes: Left, top, right, bottom of every region as fractions of the image; give `grid` or `boxes`.
-        columns: One word per step; a single step needs none.
-        title: Above the figure: the question and its answer, the caption.
-
-    Example:
-        >>> import torch
-        >>> maps = {"mean": torch.softmax(torch.randn(3, 4), dim=-1), "std": torch.rand(3, 4)}
-        >>> figure = plot_overlay(torch.rand(8, 8, 3), maps, grid=(2, 2), columns=["a", "red", "bus"], title="a red bus")
-        >>> figure.get_suptitle()
-        'a red bus'
-    """
-    picture = _as_picture(image)
-    drawn = {name: _laid_out(name, values, picture.shape[:2], grid, boxes) for name, values in maps.items()}
-    if not drawn:
-        raise ValueError("maps must hold at least one map, got none")
-    steps = max(map(len, drawn.values()))
-    if any(len(layers) not in (1, steps) for layers in drawn.values()):
-        lengths = {name: len(layers) for name, layers in drawn.items()}
-        raise ValueError(f"maps must have one row or {steps}, got {lengths}")
-    words = names(columns, [""] if steps == 1 else map(str, range(steps)), "columns", steps)
-    scales = _scales(drawn)
-    figure = _one_line(picture, drawn, scales) if steps == 1 else _by_word(picture, drawn, scales, words)
-    if title:
-        figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
-    return figure
-
-
 def blend(
-    image: Shaped[Tensor, "height width 3"],
-    weights: Float[Tensor, " n"],
-    *,
-    grid: tuple[int, int] | None = None,
-    boxes: Float[Tensor, "n 4"] | None = None,
+    image: Shaped[Tensor, "height width 3"], weights: Float[Tensor, " n"], *, grid: tuple[int, int]
 ) -> Float[np.ndarray, "height width 3"]:
     """Return the image in gray with one map over it in color, from nothing to the map's largest weight; RGB from 0 to 1."""
-    picture = _as_picture(image)
-    layer = _laid_out("weights", weights[None], picture.shape[:2], grid, boxes)[0]
-    return _mix(picture, layer, ScalarMappable(Normalize(0.0, max(float(layer.max()), 1e-12)), SEQUENTIAL))
+    picture = as_picture(image)
+    layer = on_grid(np.nan_to_num(array(weights)).reshape(grid), picture.shape[:2])
+    return mix(picture, layer, ScalarMappable(Normalize(0.0, max(float(layer.max()), 1e-12)), SEQUENTIAL))
 
 
-def _as_picture(image: Tensor) -> np.ndarray:
+def as_picture(image: Shaped[Tensor, "height width 3"]) -> Float[np.ndarray, "height width 3"]:
+    """Return an RGB image of bytes or of floats from 0 to 1 as floats."""
     if image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
         raise ValueError(f"image must have shape (height, width, 3), got {tuple(image.shape)}")
     values = array(image)
     return values if image.is_floating_point() else values / 255.0
 
 
-def _laid_out(
-    name: str, values: Tensor, size: tuple[int, ...], grid: tuple[int, int] | None, boxes: Tensor | None
-) -> list[np.ndarray]:
-    """Return every row of a map as one weight per pixel of the image."""
-    if (grid is None) == (boxes is None):
-        raise ValueError(f"give either grid or boxes, got {'both' if boxes is not None else 'neither'}")
-    expected = len(boxes) if boxes is not None else (grid or (0, 0))[0] * (grid or (0, 0))[1]
-    if values.ndim != 2 or values.shape[1] != expected or len(values) == 0:
-        raise ValueError(
-            f"map {name!r} must have shape (steps, {expected}), one weight per region, got {tuple(values.shape)}"
-        )
-    rows = np.nan_to_num(array(values))
-    if boxes is not None:
-        return [_on_boxes(row, array(boxes), size) for row in rows]
-    assert grid is not None
-    return [_on_grid(row.reshape(grid), size) for row in rows]
-
-
-def _on_grid(cells: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Interpolate linearly between the middles of the cells."""
+def on_grid(cells: Float[np.ndarray, "rows columns"], size: tuple[int, ...]) -> Float[np.ndarray, "height width"]:
+    """Return one weight per pixel, interpolated linearly between the middles of the cells."""
     for axis in (0, 1):
         middles = (np.arange(cells.shape[axis]) + 0.5) / cells.shape[axis]
         places = (np.arange(size[axis]) + 0.5) / size[axis]
@@ -110,77 +38,10 @@ def _on_grid(cells: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     return cells
 
 
-def _on_boxes(weights: np.ndarray, boxes: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Give every pixel the largest weight of the boxes that cover it."""
-    layer = np.zeros(size)
-    height, width = size
-    for weight, (left, top, right, bottom) in zip(weights, boxes, strict=True):
-        rows = slice(int(top * height), max(int(np.ceil(bottom * height)), int(top * height) + 1))
-        columns = slice(int(left * width), max(int(np.ceil(right * width)), int(left * width) + 1))
-        layer[rows, columns] = np.maximum(layer[rows, columns], weight)
-    return layer
-
-
-def _scales(drawn: Mapping[str, list[np.ndarray]]) -> dict[str, ScalarMappable]:
-    """Return one color scale for all weights, so that they can be compared, and one for every deviation."""
-    top = max((float(np.max(layers)) for name, layers in drawn.items() if name != "std"), default=0.0)
-    tops = {name: float(np.max(layers)) if name == "std" else top for name, layers in drawn.items()}
-    return {name: ScalarMappable(Normalize(0.0, max(largest, 1e-12)), SEQUENTIAL) for name, largest in tops.items()}
-
-
-def _mix(picture: np.ndarray, layer: np.ndarray, scale: ScalarMappable) -> np.ndarray:
-    # a gray picture: colors of the map must not mix with colors of things
+def mix(
+    picture: Float[np.ndarray, "height width 3"], layer: Float[np.ndarray, "height width"], scale: ScalarMappable
+) -> Float[np.ndarray, "height width 3"]:
+    """Return the picture in gray, so that its colors do not mix with those of the map over it."""
     grey = np.repeat(picture.mean(axis=2, keepdims=True), 3, axis=2)
     color = np.asarray(scale.to_rgba(layer))[..., :3]
     return PICTURE_SHARE * grey + (1.0 - PICTURE_SHARE) * color
-
-
-def _one_line(picture: np.ndarray, drawn: Mapping[str, list[np.ndarray]], scales: dict[str, ScalarMappable]) -> Figure:
-    height = 2.3 * min(1.3, picture.shape[0] / picture.shape[1])
-    figure, axes = new_figure(2.5 * (1 + len(drawn)) + 0.3, height + 0.9, columns=1 + len(drawn))
-    _show(axes[0, 0], picture, "image")
-    for ax, (name, layers) in zip(axes[0, 1:], _ordered(drawn), strict=True):
-        _show(ax, _mix(picture, layers[0], scales[name]), MAPS.get(name, name))
-        figure.colorbar(scales[name], ax=ax, shrink=0.8, pad=0.02).ax.tick_params(labelsize=7)
-    return figure
-
-
-def _by_word(
-    picture: np.ndarray, drawn: Mapping[str, list[np.ndarray]], scales: dict[str, ScalarMappable], words: list[str]
-) -> Figure:
-    """Draw lines of a few words; the picture and the maps without steps stand at the start of the first line."""
-    fixed = [(name, layers[0]) for name, layers in _ordered(drawn) if len(layers) == 1]
-    moving = [(name, layers) for name, layers in _ordered(drawn) if len(layers) > 1]
-    across, lines = min(len(words), WORDS_PER_LINE), -(-len(words) // WORDS_PER_LINE)
-    lead = -(-(1 + len(fixed)) // len(moving))
-    tall = 1.45 * min(1.3, picture.shape[0] / picture.shape[1]) + 0.2
-    figure, axes = new_figure(
-        1.45 * (lead + across) + 1.0, tall * lines * len(moving) + 0.6, rows=lines * len(moving), columns=lead + across
-    )
-    for ax in axes.flat:
-        ax.set_axis_off()
-    leading = [("image", picture), *((MAPS.get(name, name), _mix(picture, layer, scales[name])) for name, layer in fixed)]
-    for index, (label, content) in enumerate(leading):
-        _show(axes[index % len(moving), index // len(moving)], content, label)
-    for step, word in enumerate(words):
-        line, column = divmod(step, across)
-        for offset, (name, layers) in enumerate(moving):
-            ax = axes[line * len(moving) + offset, lead + column]
-            _show(ax, _mix(picture, layers[step], scales[name]), word if offset == 0 else "")
-    for offset, (name, _) in enumerate(moving):
-        # beside the first line only: bars over interleaved rows would lie on each other
-        bar = figure.colorbar(scales[name], ax=axes[offset].tolist(), shrink=0.9, pad=0.01, aspect=12)
-        bar.set_label(SHORT.get(name, name), fontsize=8)
-        bar.ax.tick_params(labelsize=7)
-    return figure
-
-
-def _ordered(drawn: Mapping[str, list[np.ndarray]]) -> list[tuple[str, list[np.ndarray]]]:
-    order = [*(name for name in MAPS if name in drawn), *(name for name in drawn if name not in MAPS)]
-    return [(name, drawn[name]) for name in order]
-
-
-def _show(ax, content: np.ndarray, label: str) -> None:
-    ax.imshow(np.clip(content, 0.0, 1.0))
-    ax.set_axis_off()
-    set_title(ax, label.replace(r"\$", "$"))

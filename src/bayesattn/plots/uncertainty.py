@@ -23,7 +23,6 @@ from bayesattn.plots.style import (
     array,
     legend,
     legend_below,
-    main_title,
     names,
     new_figure,
     plain,
@@ -76,53 +75,6 @@ def plot_reliability(
     return figure
 
 
-def plot_calibration(
-    panels: Mapping[str, Mapping[str, Columns]], *, num_bins: int = 10, scheme: Scheme = "equal_count", title: str = ""
-) -> Figure:
-    """Draw accuracy against confidence of several models, a panel for each data set.
-
-    Args:
-        panels: For each data set and model its confidences and accuracies.
-        num_bins: How many bins at most.
-        scheme: Bins of equal width or equal count; of the latter each mark stands for as many predictions.
-        title: Above the figure.
-
-    Example:
-        >>> import torch
-        >>> confidence, accuracy = torch.tensor([0.6, 0.7, 0.8, 0.9]), torch.tensor([0.0, 1.0, 1.0, 1.0])
-        >>> models = {"soft": (confidence, accuracy), "BAM": (confidence - 0.1, accuracy)}
-        >>> figure = plot_calibration({"validation": models, "test": models}, num_bins=2)
-        >>> [ax.get_title() for ax in figure.axes]
-        ['validation', 'test']
-    """
-    if len(panels) == 0:
-        raise ValueError("panels must hold at least one data set, got none")
-    figure, axes = new_figure(0.6 + 3.1 * len(panels), 3.5, columns=len(panels))
-    # one look per model, also where a data set lacks some
-    models = list(dict.fromkeys(name for curves in panels.values() for name in _some(curves)))
-    for ax, (panel, curves) in zip(axes[0], panels.items(), strict=True):
-        ax.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1, linestyle="--")
-        lowest = 1.0
-        for name, (confidence, accuracy) in curves.items():
-            bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme)
-            index, label = models.index(name), names([name], (), "panels", 1)[0]
-            marker = MARKERS[index % len(MARKERS)]
-            sure, right = array(bins.confidence), array(bins.accuracy)
-            ax.plot(sure, right, label=label, marker=marker, markersize=4, linewidth=1.4, **_look(index))
-            lowest = min(lowest, float(sure.min()), float(right.min()))
-        # most classifiers are never less confident than chance: the empty corner is left out
-        start = max(0.0, np.floor(10 * lowest) / 10 - 0.02)
-        ax.set(xlim=(start, 1.02), ylim=(start, 1.02), xlabel="confidence")
-        set_title(ax, panel)
-        plain(ax)
-    axes[0, 0].set_ylabel("accuracy")
-    # the one legend names every model, whichever panel it is in
-    known = {line.get_label(): line for ax in axes[0] for line in ax.get_legend_handles_labels()[0]}
-    legend_below(figure, [known[label] for label in names(models, (), "panels", len(models))])
-    main_title(figure, title)
-    return figure
-
-
 def plot_risk_coverage(curves: Mapping[str, Columns | Sequence[Columns]], *, title: str = "") -> Figure:
     """Draw the error of the answered predictions against the share that is answered.
 
@@ -146,7 +98,7 @@ def plot_risk_coverage(curves: Mapping[str, Columns | Sequence[Columns]], *, tit
         coverage = array(found[0].coverage)
         risk = np.mean([np.interp(coverage, array(curve.coverage), array(curve.risk)) for curve in found], axis=0)
         label = f"{names([name], (), 'curves', 1)[0]} (AURC {area:.3f})"
-        ax.plot(coverage, risk, label=label, linewidth=1.6, **_look(index))
+        ax.plot(coverage, risk, label=label, linewidth=1.6, **look(index))
         highest = max(highest, float(risk[len(risk) // 20 :].max()))
     # the first few predictions swing between no error and all: they do not set the scale
     ax.set(xlim=(0, 1), ylim=(0, 1.1 * highest or 1.0), xlabel="coverage", ylabel="error of the answers")
@@ -186,7 +138,7 @@ def plot_pavpu(
         ax.fill_between(x, [p.low for p in points], [p.high for p in points], color=color, alpha=0.15, linewidth=0)
         label = names([name], (), "curves", 1)[0]
         marker = MARKERS[index % len(MARKERS)]
-        ax.plot(x, [p.value for p in points], label=label, marker=marker, markersize=4, linewidth=1.6, **_look(index))
+        ax.plot(x, [p.value for p in points], label=label, marker=marker, markersize=4, linewidth=1.6, **look(index))
     every = [point for points in curves.values() for point in points]
     ax.set(xscale="log", xlabel="p-value threshold" if over == "threshold" else "samples M", ylabel="PAvPU")
     fixed = [f"M = {point.num_samples}" if over == "threshold" else f"threshold {point.threshold:g}" for point in every]
@@ -294,7 +246,8 @@ def _shares(ax, values: np.ndarray, edges: np.ndarray, color: str, label: str, *
     )
 
 
-def _look(index: int) -> dict[str, str]:
+def look(index: int) -> dict[str, str]:
+    """Return color and line of the model with this number."""
     return {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index % len(LINES)]}
 
 

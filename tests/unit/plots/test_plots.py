@@ -37,7 +37,6 @@ def _all() -> dict[str, Figure]:
     curve = {"soft": metrics.pavpu_by_threshold(samples, table.accuracy, num_resamples=10)}
     return {
         "reliability": plots.plot_reliability(table.confidence, table.accuracy),
-        "calibration": plots.plot_calibration({"test": {"soft": (table.confidence, table.accuracy)}}),
         "risk": plots.plot_risk_coverage(
             {"soft": (table.confidence, table.accuracy), "BAM-WC": (-table.entropy, table.accuracy)}
         ),
@@ -91,25 +90,6 @@ def test_reliability_points_are_the_bins():
     assert f"{ece:.3f}" in ax.get_title()
 
 
-def test_calibration_gives_a_model_one_look_in_all_panels():
-    _, table = _table()
-    columns = (table.confidence, table.accuracy)
-    figure = plots.plot_calibration({"a": {"soft": columns, "BAM-WC": columns}, "b": {"BAM-WC": columns}}, num_bins=3)
-    first, second = figure.axes
-    assert [ax.get_title() for ax in figure.axes] == ["a", "b"]
-    assert first.lines[2].get_color() == second.lines[1].get_color() != first.lines[1].get_color()
-    bins = metrics.reliability_bins(*columns, num_bins=3, scheme="equal_count")
-    np.testing.assert_allclose(second.lines[1].get_data(), np.stack([bins.confidence, bins.accuracy]))
-
-
-def test_legend_of_calibration_names_models_of_all_panels():
-    _, table = _table()
-    columns = (table.confidence, table.accuracy)
-    figure = plots.plot_calibration({"a": {"soft": columns}, "b": {"BAM-WC": columns, "soft": columns}}, num_bins=3)
-    texts = figure.legends[0].get_texts()
-    assert [text.get_text() for text in texts] == ["soft", "BAM-WC"]
-
-
 def test_risk_curve_ends_at_the_error_rate_and_names_its_area():
     _, table = _table()
     figure = plots.plot_risk_coverage({"cost $5 $x^2$": (table.confidence, table.accuracy)})
@@ -136,7 +116,6 @@ def test_legend_of_many_long_names_hides_no_line(count):
     for figure in (
         plots.plot_risk_coverage(dict.fromkeys(called, columns), title="long " * 40),
         plots.plot_pavpu(dict.fromkeys(called, points)),
-        plots.plot_calibration({"a": dict.fromkeys(called, columns), "b": {called[0]: columns}}, title="long " * 40),
         plots.plot_reliability(*columns, title="x" * 150),
         plots.plot_attention_heads(_weights(S, 5, 3, 4), title="long " * 40),
     ):
@@ -218,8 +197,6 @@ def test_palette_is_distinct_in_grey_where_lines_share_a_style():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plots.plot_calibration({}), "panels must hold at least one data set, got none"),
-        (lambda: plots.plot_calibration({"a": {}}), "curves must hold at least one model, got none"),
         (lambda: plots.plot_risk_coverage({}), "curves must hold at least one model, got none"),
         (lambda: plots.plot_pavpu({"a": []}), "must hold at least one PAvPU, got none"),
         (lambda: plots.plot_pavpu({"a": []}, over="time"), "over must be one of 'threshold', 'num_samples', got 'time'"),
