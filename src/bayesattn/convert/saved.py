@@ -1,4 +1,7 @@
-"""Read what `save_bayesian`, or a host's own `save_pretrained`, wrote about Bayesian attention. Nothing is unpickled."""
+"""The tensors of a converted model by name, and what `save_bayesian`, or a host's own `save_pretrained`, wrote of them.
+
+Nothing is unpickled.
+"""
 
 import json
 from collections.abc import Callable
@@ -8,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.hosted import CHILD_NAME, decode_settings
+from bayesattn.nn import BayesianModule
+from bayesattn.watch import WEIGHTS_NAME
 
 CONFIG_FILE = "bayesattn_config.json"
 WEIGHTS_FILE = "bayesattn.safetensors"
@@ -113,3 +118,60 @@ def _read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor
             return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118  (not a dict)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def without_wrappers(model: Any) -> Any:
+    """Return the model inside the wrappers of torch.compile and data parallelism."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile, data parallelism and PEFT: names must not depend on them."""
+    model = without_wrappers(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state_dict without the copies of the configs, which the JSON file has."""
+    state = {key: value for key, value in model.state_dict().items() if not key.endswith(f"{CHILD_NAME}.settings")}
+    strange = [key for key, value in state.items() if not isinstance(value, Tensor) or value.is_meta or value.is_sparse]
+    if strange:
+        raise ValueError(f"the model's state has {strange[:8]}; save dense tensors that are not on the meta device")
+    return state
+
+
+def shared(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Return every name whose tensor an earlier name has already (tied weights), with that name."""
+    first: dict[Any, str] = {}
+    aliases = {}
+    for key, value in tensors.items():
+        place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() and first.setdefault(place, key) != key:
+            aliases[key] = first[place]
+    return aliases
+
+
+def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, none in another's memory: safetensors refuses overlapping views."""
+    separate: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for key, value in tensors.items():
+        own = value.detach().cpu().contiguous()
+        place = own.untyped_storage().data_ptr()
+        separate[key] = own.clone() if place in taken else own
+        taken.add(place)
+    return separate
+
+
+def prior_tensors(name: str, part: BayesianModule) -> dict[str, Tensor]:
+    """Return the parameters of a prior, or the state of custom weights, under names that start with the module's."""
+    if part.bayes_weights is not None:
+        return {f"{name}.{WEIGHTS_NAME}.{key}".lstrip("."): value for key, value in part.bayes_weights.state_dict().items()}
+    prior: Any = part.bayes_prior
+    if prior is None:
+        return {}
+    if hasattr(prior, "modules_to_save"):
+        # PEFT keeps the untrained original beside the copy it trains
+        prior = prior.modules_to_save[prior.active_adapters[0]]
+    return {f"{name}.{key}".lstrip("."): value for key, value in prior.named_parameters()}

@@ -19,8 +19,20 @@ from bayesattn.convert.adapters import converted_modules, find_candidates
 from bayesattn.convert.bayesianize import attach_selected, restore
 from bayesattn.convert.card import MeasuredUncertainty, write_card
 from bayesattn.convert.hosted import settings_of
-from bayesattn.convert.saved import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, SavedModel, describe, read_folder
-from bayesattn.convert.state import prior_tensors, separate, shared, unwrapped, whole_state, without_wrappers
+from bayesattn.convert.saved import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    WEIGHTS_FILE,
+    SavedModel,
+    describe,
+    prior_tensors,
+    read_folder,
+    separate,
+    shared,
+    unwrapped,
+    whole_state,
+    without_wrappers,
+)
 from bayesattn.files import replacing
 from bayesattn.nn import WeightsFactory
 

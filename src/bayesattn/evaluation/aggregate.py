@@ -29,8 +29,8 @@ class Summary:
         return f"{self.value:.3f}±{(self.high - self.low) / 2:.3f}"
 
 
-def over_runs(values: Sequence[float], confidence: float = 0.95) -> Summary:
-    """Return the mean over runs with Student's t interval: value ± t · s / √n. One run has no interval.
+def over_runs(values: Sequence[float]) -> Summary:
+    """Return the mean over runs with Student's 95 % t interval: value ± t · s / √n. One run has no interval.
 
     The interval is about the seeds (initialization, batch order, noise); all runs share their test images.
     """
@@ -40,5 +40,5 @@ def over_runs(values: Sequence[float], confidence: float = 0.95) -> Summary:
     if count == 1:
         return Summary(mean, None, None, 1)
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    half = float(stats.t.ppf((1.0 + confidence) / 2.0, count - 1)) * error
+    half = float(stats.t.ppf(0.975, count - 1)) * error
     return Summary(mean, mean - half, mean + half, count)

@@ -37,6 +37,11 @@ class ReliabilityBins:
     accuracy: Float[Tensor, " k"]
     count: Float[Tensor, " k"]
 
+    @property
+    def error(self) -> Float[Tensor, ""]:
+        """Σ_bins (count / total) |accuracy − confidence|."""
+        return (self.count * (self.accuracy - self.confidence).abs()).sum() / self.count.sum()
+
 
 def reliability_bins(
     confidence: Float[Tensor, " b"],
@@ -91,8 +96,7 @@ def expected_calibration_error(
         >>> expected_calibration_error(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.0]))  # 90 % sure, 50 % right
         tensor(0.4000, dtype=torch.float64)
     """
-    bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme)
-    return (bins.count * (bins.accuracy - bins.confidence).abs()).sum() / bins.count.sum()
+    return reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme).error
 
 
 def fit_temperature(

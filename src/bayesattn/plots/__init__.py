@@ -3,9 +3,8 @@
 from bayesattn.optional import needs_extra
 
 with needs_extra("bayesattn.plots", "plots"):
-    from bayesattn.plots.attention import plot_attention, plot_attention_heads
+    from bayesattn.plots.attention import plot_attention, plot_attention_heads, plot_edge_uncertainty
     from bayesattn.plots.doubt import plot_doubt, plot_image_doubt
-    from bayesattn.plots.graph import plot_edge_uncertainty
     from bayesattn.plots.uncertainty import (
         plot_entropy,
         plot_p_values,

@@ -56,12 +56,11 @@ def wrapped(text: str, width: float, size: int) -> str:
     return textwrap.fill(text, max(8, int(72 * width / (0.6 * size))))
 
 
-def plain(ax: Axes, *, grid: bool = True) -> None:
+def plain(ax: Axes) -> None:
     """Take away the box and lay a light grid behind the data."""
     ax.spines[["top", "right"]].set_visible(False)
-    if grid:
-        ax.grid(color="#dddddd", linewidth=0.6)
-        ax.set_axisbelow(True)
+    ax.grid(color="#dddddd", linewidth=0.6)
+    ax.set_axisbelow(True)
 
 
 def legend(ax: Axes, **options: Any) -> None:

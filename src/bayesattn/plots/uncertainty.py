@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.metrics import PAvPU, ReliabilityBins, reliability_bins, risk_coverage
+from bayesattn.metrics import PAvPU, reliability_bins, risk_coverage
 from bayesattn.metrics.calibration import Scheme
 from bayesattn.plots.style import (
     BAD,
@@ -65,7 +65,7 @@ def plot_reliability(
     top.vlines(sure, np.minimum(sure, right), np.maximum(sure, right), color=BAD, linewidth=5, alpha=0.35, label="gap")
     top.plot(sure, right, color=GOOD, marker="o", markersize=5, linewidth=1.5, label="model")
     top.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-    set_title(top, title or f"Reliability (ECE {_ece(bins):.3f})")
+    set_title(top, title or f"Reliability (ECE {float(bins.error):.3f})")
     legend(top, loc="upper left")
     share = array(bins.count) / array(bins.count).sum()
     bottom.bar(sure, share, width=0.6 / num_bins, color=GOOD)
@@ -226,10 +226,6 @@ def plot_entropy(
     plain(ax)
     legend(ax, loc="best")
     return figure
-
-
-def _ece(bins: ReliabilityBins) -> float:
-    return float((bins.count * (bins.accuracy - bins.confidence).abs()).sum() / bins.count.sum())
 
 
 def _shares(ax, values: np.ndarray, edges: np.ndarray, color: str, label: str, *, filled: bool) -> None:

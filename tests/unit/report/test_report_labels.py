@@ -1,6 +1,6 @@
 """Labels of compared runs say what differs, and no more."""
 
-from bayesattn.evaluation.report.labels import row_labels
+from bayesattn.evaluation.report.gather import row_labels
 
 
 def run_json(recipe, variant, **config):

@@ -16,7 +16,6 @@ Every file is written under a temporary name and renamed, so a reader finds the 
 docs/recipes/run-folders.md describes the fields.
 """
 
-from bayesattn.evaluation.runs.doubtful import DoubtfulExamples
 from bayesattn.evaluation.runs.folder import (
     METRICS_FILE,
     METRICS_SCHEMA,
@@ -33,6 +32,7 @@ from bayesattn.evaluation.runs.folder import (
 from bayesattn.evaluation.runs.predictions import (
     PREDICTIONS_FILE,
     PREDICTIONS_SCHEMA,
+    DoubtfulExamples,
     EdgeWeights,
     Predictions,
     SplitPredictions,
