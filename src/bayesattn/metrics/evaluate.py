@@ -21,7 +21,7 @@ from bayesattn.metrics.significance import SPACES, TESTS, ClassTask, Space, Test
 from bayesattn.scalars import check_choice, check_count
 
 # values of `samples` turned into float64 at a time: with the temporaries of the entropies below 0.5 GiB
-_VALUES_PER_CHUNK = 2**22
+VALUES_PER_CHUNK = 2**22
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ def tabulate_predictions(
     task: ClassTask = "multiclass",
     space: Space = "probability",
     test: Test = "paired",
-    chunk_size: int | None = None,
 ) -> PredictionTable:
     """Reduce sampled predictions to one row of numbers each.
 
@@ -108,7 +107,6 @@ def tabulate_predictions(
         task: How outputs become probabilities.
         space: What `samples` holds, and what the p-values test.
         test: See `top_two_p_value`.
-        chunk_size: Predictions looked at together; None keeps the extra memory below 0.5 GiB.
 
     Example:
         >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples
@@ -126,8 +124,7 @@ def tabulate_predictions(
         raise ValueError(
             f"labels must be targets of shape ({predictions}, {classes}) for multilabel, got {tuple(labels.shape)}"
         )
-    chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
-    check_count("chunk_size", chunk_size)
+    chunk_size = max(1, VALUES_PER_CHUNK // (draws * classes))
     # the columns are allocated before the first chunk: small results left between large temporaries would fragment the heap
     names = ["confidence", "accuracy", "nll", "brier", "entropy", "mutual_information"]
     names += ["agreement", "p_value"] if draws > 1 else []
@@ -159,12 +156,7 @@ def evaluate_predictions(
     task: ClassTask = "multiclass",
     space: Space = "probability",
     test: Test = "paired",
-    thresholds: Sequence[float] = THRESHOLDS,
-    coverages: Sequence[float] = (0.8,),
-    num_bins: int = 15,
-    num_resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    **options: Any,
 ) -> dict[str, Estimate]:
     """Return every standard metric by name, with bootstrap intervals over the predictions.
 
@@ -178,12 +170,7 @@ def evaluate_predictions(
         task: How outputs become probabilities.
         space: What `samples` holds, and what the p-values test.
         test: See `top_two_p_value`.
-        thresholds: Thresholds of PAvPU.
-        coverages: Coverages of the selective accuracy.
-        num_bins: Number of bins of both calibration errors.
-        num_resamples: Bootstrap resamples; 0 leaves the intervals out.
-        confidence: Level of the intervals.
-        seed: Seed of the resampling.
+        **options: Those of `evaluate_table`.
 
     Example:
         >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples
@@ -191,16 +178,7 @@ def evaluate_predictions(
         >>> found["accuracy"]
         Estimate(value=0.5, low=0.0, high=1.0, settings={'num_samples': 2})
     """
-    table = tabulate_predictions(samples, labels, task=task, space=space, test=test)
-    return evaluate_table(
-        table,
-        thresholds=thresholds,
-        coverages=coverages,
-        num_bins=num_bins,
-        num_resamples=num_resamples,
-        confidence=confidence,
-        seed=seed,
-    )
+    return evaluate_table(tabulate_predictions(samples, labels, task=task, space=space, test=test), **options)
 
 
 def evaluate_table(
@@ -213,7 +191,16 @@ def evaluate_table(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Estimate]:
-    """Do what `evaluate_predictions` does, from an existing table; the arguments are the same.
+    """Do what `evaluate_predictions` does, from an existing table.
+
+    Args:
+        table: From `tabulate_predictions`.
+        thresholds: Thresholds of PAvPU.
+        coverages: Coverages of the selective accuracy.
+        num_bins: Number of bins of both calibration errors.
+        num_resamples: Bootstrap resamples; 0 leaves the intervals out.
+        confidence: Level of the intervals.
+        seed: Seed of the resampling.
 
     Example:
         >>> samples = torch.tensor([[[0.9, 0.1], [0.3, 0.7]], [[0.8, 0.2], [0.4, 0.6]]])  # two draws, two examples

@@ -11,15 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from bayesattn.metrics import validate
-from bayesattn.scalars import check_choice, check_count
+from bayesattn.scalars import check_choice
 
 Test = Literal["paired", "welch", "pooled", "wilcoxon"]
 Space = Literal["probability", "logit"]
 ClassTask = Literal["multiclass", "multilabel"]
 TESTS, SPACES = get_args(Test), get_args(Space)
 
-# values of `samples` processed together when no chunk size is given: 64 MiB of float32, with temporaries below 0.5 GiB
-_VALUES_PER_CHUNK = 2**24
+# values of `samples` processed together: 64 MiB of float32, with temporaries below 0.5 GiB
+VALUES_PER_CHUNK = 2**24
 
 
 def top_two_p_value(
@@ -28,7 +28,6 @@ def top_two_p_value(
     test: Test = "paired",
     space: Space = "probability",
     task: ClassTask = "multiclass",
-    chunk_size: int | None = None,
 ) -> Float[Tensor, " b"]:
     """Return the p-value that the two most probable classes differ, for every prediction.
 
@@ -41,7 +40,6 @@ def top_two_p_value(
             t-test, or the `wilcoxon` signed-rank test.
         space: What `samples` holds, and so what is tested. Logits also rank the classes by their mean probability.
         task: `multiclass`: rows are distributions (softmax of logits); `multilabel`: one probability per class (sigmoid).
-        chunk_size: Predictions processed together; None keeps the extra memory below 0.5 GiB.
 
     Returns:
         float64 p-values.
@@ -57,8 +55,7 @@ def top_two_p_value(
     check_choice("space", space, SPACES)
     validate.samples(samples, task, least_draws=2)
     draws, predictions, classes = samples.shape
-    chunk_size = max(1, _VALUES_PER_CHUNK // (draws * classes)) if chunk_size is None else chunk_size
-    check_count("chunk_size", chunk_size)
+    chunk_size = max(1, VALUES_PER_CHUNK // (draws * classes))
     p_value = torch.empty(predictions, dtype=torch.float64, device=samples.device)
     for start in range(0, predictions, chunk_size):
         chunk = samples[:, start : start + chunk_size].detach()

@@ -120,11 +120,12 @@ def test_low_precision_input_is_tested_as_given(dtype):
 
 
 @pytest.mark.parametrize("test", TESTS)
-def test_chunks_do_not_change_the_result(test):
+def test_chunks_do_not_change_the_result(test, monkeypatch):
     samples = _samples(6)
     whole = top_two_p_value(samples, test=test)
     # vectorized exp and log round the last lanes of an array differently
-    torch.testing.assert_close(top_two_p_value(samples, test=test, chunk_size=5), whole, rtol=1e-13, atol=0)
+    monkeypatch.setattr("bayesattn.metrics.significance.VALUES_PER_CHUNK", 5 * samples[:, 0].numel())
+    torch.testing.assert_close(top_two_p_value(samples, test=test), whole, rtol=1e-13, atol=0)
 
 
 def test_tail_of_student_t_with_one_degree_is_the_arctangent():
@@ -158,11 +159,9 @@ def test_unknown_choices_are_refused(argument, monkeypatch):
         top_two_p_value(_samples(3), **{argument: "guess"})
 
 
-def test_nan_logits_and_bad_chunks_are_refused():
+def test_nan_logits_are_refused():
     with pytest.raises(ValueError, match="samples must be finite, got NaN"):
         top_two_p_value(torch.full((3, 2, 5), torch.nan), space="logit")
-    with pytest.raises(ValueError, match="chunk_size must be an integer of at least 1, got 0"):
-        top_two_p_value(_samples(3), chunk_size=0)
 
 
 def test_is_at_least_five_times_faster_than_a_loop_over_scipy():
