@@ -286,7 +286,7 @@ def test_soft_runs_draw_dropout_and_refuse_attention(small_world, tmp_path):
 
 
 def test_checkpoint_of_something_else_is_refused(small_world, tmp_path):
-    from bayesattn.evaluation.runs import write_tensors
+    from bayesattn.files import write_tensors
 
     train_run(load_config("shapes-soft", TINY), tmp_path / "soft")
     write_tensors(tmp_path / "soft" / "checkpoint.safetensors", {"weight": torch.zeros(3)})

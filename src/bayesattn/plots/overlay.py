@@ -17,6 +17,8 @@ def blend(
 ) -> Float[np.ndarray, "height width 3"]:
     """Return the image in gray with one map over it in color, from nothing to the map's largest weight; RGB from 0 to 1."""
     picture = as_picture(image)
+    if weights.numel() != grid[0] * grid[1]:
+        raise ValueError(f"weights must be {grid[0] * grid[1]}, one for each cell of grid {grid}, got {weights.numel()}")
     layer = on_grid(np.nan_to_num(array(weights)).reshape(grid), picture.shape[:2])
     return mix(picture, layer, ScalarMappable(Normalize(0.0, max(float(layer.max()), 1e-12)), SEQUENTIAL))
 

@@ -79,13 +79,13 @@ def _pictures(group: Group, split: str, index: int) -> list[tuple[str, str]]:
         pictures.append(("input", as_png(part.inputs[index], "gray_r")))
     elif part.inputs is not None and part.inputs.ndim == 4:
         picture = part.inputs[index]
-        pictures.append(("input", _rgb_png(picture.numpy())))
+        pictures.append(("input", as_png(picture.numpy())))
     for name, words in MAPS.items():
         if name in part.attention:
             weights, grid = part.attention[name][index].mean(dim=0), predictions.key_grid
             if picture is not None and grid is not None:
                 over = blend(picture, weights[-grid[0] * grid[1] :], grid=grid)
-                pictures.append((words, _rgb_png((over * 255.0).astype(np.uint8))))
+                pictures.append((words, as_png((over * 255.0).astype(np.uint8))))
             else:
                 pictures.append((words, as_png(_on_grid(weights, grid), "viridis")))
     return pictures
@@ -98,15 +98,9 @@ def _on_grid(weights: Tensor, key_grid: tuple[int, int] | None) -> Tensor:
     return weights[-key_grid[0] * key_grid[1] :].reshape(key_grid)
 
 
-def _rgb_png(values: np.ndarray) -> str:
-    """Return a data URI with one pixel per entry of an RGB array."""
+def as_png(values: Tensor | np.ndarray, colormap: str | None = None) -> str:
+    """Return a data URI with one pixel per value, from the smallest (first color) to the largest, or per entry in RGB."""
     buffer = io.BytesIO()
-    matplotlib.image.imsave(buffer, values, format="png")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def as_png(values: Tensor, colormap: str) -> str:
-    """Return a data URI with one pixel per value, from the smallest (first color) to the largest (last)."""
-    buffer = io.BytesIO()
-    matplotlib.image.imsave(buffer, torch.nan_to_num(values.double()).numpy(), cmap=colormap, format="png")
+    pixels = torch.nan_to_num(values.double()).numpy() if isinstance(values, Tensor) else values
+    matplotlib.image.imsave(buffer, pixels, cmap=colormap, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
