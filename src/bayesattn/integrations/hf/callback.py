@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
@@ -18,7 +17,6 @@ from bayesattn.convert.saving import save_bayesian
 from bayesattn.integrations.hf.objective import ElboLog, check_trainable, count_examples, count_labels, negative_elbo
 from bayesattn.kl import KLScope, record_kl
 from bayesattn.objective import MAX_SHARE, KLSchedule, check_max_share
-from bayesattn.watch import check_optimizers
 
 
 class BayesianCallback(TrainerCallback):
@@ -39,7 +37,7 @@ class BayesianCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Raise if nothing is Bayesian, warn if priors are frozen or in no optimizer."""
         if model is not None:
-            _check(model, kwargs)
+            check_trainable(model, kwargs.get("optimizer"))
 
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Save the Bayesian part beside the Trainer's own files."""
@@ -96,7 +94,7 @@ class KLCallback(BayesianCallback):
         self.remove()
         if model is None:
             raise ValueError("model is None. Use the callback in a Trainer that has a model")
-        _check(model, kwargs)
+        check_trainable(model, kwargs.get("optimizer"))
         self._log = ElboLog()
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -169,15 +167,6 @@ class KLCallback(BayesianCallback):
         if self._open is not None:
             self._open.close()
         self._open, self._scope = None, None
-
-
-def _check(model: nn.Module, event: dict[str, Any]) -> None:
-    """Raise if nothing is Bayesian, warn about priors that would not be trained."""
-    check_trainable(model)
-    optimizer = event.get("optimizer")
-    # DeepSpeed's placeholder is not an optimizer
-    if isinstance(optimizer, Optimizer):
-        check_optimizers(model, [optimizer])
 
 
 def _refuse(args: Any) -> None:

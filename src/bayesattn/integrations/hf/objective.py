@@ -16,12 +16,13 @@ from typing import Any, cast
 import torch
 from accelerate.utils import find_batch_size, reduce
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.nn import BayesianModule
 from bayesattn.objective import ELBO, IGNORED_LABEL, elbo
-from bayesattn.watch import KLWatch
+from bayesattn.watch import KLWatch, check_optimizers
 
 
 def negative_elbo(
@@ -100,8 +101,11 @@ class ElboLog:
         return {"nll": nll / count, "kl": kl / count, "kl_weight": weight / count}
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Raise if the model has no stochastic attention, warn if priors would not be trained."""
+def check_trainable(model: nn.Module, optimizer: Any) -> None:
+    """Raise if the model has no stochastic attention, warn if priors are frozen or not in the optimizer.
+
+    An optimizer that the Trainer has yet to build, None, will have every parameter; DeepSpeed's placeholder is not checked.
+    """
     if not any(isinstance(module, BayesianModule) and module.config.is_stochastic for module in model.modules()):
         raise ValueError(
             f"model is a {type(model).__name__} without stochastic attention. Call bayesianize(model, config) first"
@@ -114,6 +118,8 @@ def check_trainable(model: nn.Module) -> None:
             UserWarning,
             stacklevel=3,
         )
+    if isinstance(optimizer, Optimizer):
+        check_optimizers(model, [optimizer])
 
 
 def _is_frozen(part: BayesianModule) -> bool:

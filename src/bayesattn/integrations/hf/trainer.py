@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import Trainer
 
 from bayesattn.integrations.hf.callback import KLCallback
 from bayesattn.integrations.hf.objective import ElboLog, check_trainable, count_examples, count_labels, negative_elbo
 from bayesattn.kl import record_kl
 from bayesattn.objective import MAX_SHARE, KLSchedule, check_max_share
-from bayesattn.watch import check_optimizers
 
 # to the type checker the mixin is a Trainer; at run time it takes the one it is mixed with
 _TrainerBase = Trainer if TYPE_CHECKING else object
@@ -53,10 +51,7 @@ class BayesianTrainerMixin(_TrainerBase):
         check_max_share(max_share)
         self.max_share = max_share
         self._elbo_log = ElboLog()
-        check_trainable(cast(nn.Module, self.model))
-        # an optimizer that the Trainer builds has every parameter; DeepSpeed's placeholder is not an optimizer
-        if isinstance(self.optimizer, Optimizer):
-            check_optimizers(cast(nn.Module, self.model), [self.optimizer])
+        check_trainable(cast(nn.Module, self.model), self.optimizer)
 
     def count_labels(self, inputs: dict[str, Any]) -> int:
         """Return over how many labels the model's loss is a mean; override it where `labels` does not give that number."""
