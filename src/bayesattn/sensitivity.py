@@ -2,14 +2,14 @@
 
     with score_sensitivity() as calls:
         d = target(model(x))                       # one number per example
-    torch.autograd.grad(d.sum(), calls[0].anchor, allow_unused=True)
+    run_backward(d, calls)
     squares = [call.squares for call in calls]     # None where d does not depend on the call
 
 Every Bayesian module that runs inside the scope adds a `Call`. Its output passes through an identity with a second input,
 the anchor, a zero that all calls of the scope share and that belongs to no parameter. In the backward pass the identity
-writes Σ_i (∂d/∂Φ_ij)² into its call: one value per example, head and key. So the forward pass is the model's own to the
-last bit, one backward pass through the activations gives all layers, and parameters need no gradient. One entry per call:
-ALBERT runs one module twelve times.
+notes the gradient of its output, from which Σ_i (∂d/∂Φ_ij)² follows: one value per example, head and key. So the forward
+pass is the model's own to the last bit, one backward pass through the activations gives all layers, and parameters need no
+gradient. One entry per call: ALBERT runs one module twelve times.
 
 Nodes of a graph mix, so their squares cannot be added up on the way. There every call has an anchor that is added to the
 scores of the edges: its gradient is theirs, one number at a time; or it has a direction, and the number's tangent along
@@ -17,7 +17,7 @@ it is asked for.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from bayesattn.ops.attention.score_gradients import kept_log_sum_exp, squared_score_gradients
+from bayesattn.ops.attention.score_gradients import ScoreGradients, squares_of_calls
 from bayesattn.ops.segment.edges import Edges
 
 _local = threading.local()
@@ -44,6 +44,8 @@ class Call:
         edges: The edges, where it is on some.
         shape: Examples, heads and keys, where it is not on edges.
         squares: Σ_i (∂d/∂Φ_ij)² of the last backward pass that came through; None before.
+        attention: What the squares of a dot-product attention are computed from, beside the gradient of its output.
+        grad_output: That gradient, until its squares are computed.
     """
 
     module: nn.Module
@@ -51,6 +53,8 @@ class Call:
     edges: Edges | None = None
     shape: tuple[int, ...] = ()
     squares: Float[Tensor, "b h n"] | None = None
+    attention: ScoreGradients | None = None
+    grad_output: Float[Tensor, "b h m dv"] | None = None
 
 
 @contextmanager
@@ -67,6 +71,21 @@ def score_sensitivity(direction: Callable[[nn.Module, Tensor], Tensor] | None = 
         yield _local.calls
     finally:
         _local.calls = _local.direction = _local.anchor = None
+
+
+def run_backward(number: Float[Tensor, " b"], calls: Sequence[Call], *, retain_graph: bool = False) -> None:
+    """Run one backward pass from the sum of the numbers, and compute the squares of every call that it reaches."""
+    for call in calls:
+        call.squares = call.grad_output = None
+    torch.autograd.grad(number.sum(), calls[0].anchor, allow_unused=True, retain_graph=retain_graph)
+    reached = [
+        (call, call.attention, call.grad_output)
+        for call in calls
+        if call.attention is not None and call.grad_output is not None
+    ]
+    found = squares_of_calls([(attention, grad) for _, attention, grad in reached])
+    for (call, _, _), squares in zip(reached, found, strict=True):
+        call.squares, call.grad_output = squares, None
 
 
 def is_open() -> bool:
@@ -93,13 +112,15 @@ def through_edges(scores: Float[Tensor, "e h"], edges: Edges, module: nn.Module)
 
 
 def through_attention(
-    output: Float[Tensor, "b h m dv"],
+    output: Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"],
     query: Float[Tensor, "b h m d"],
     key: Float[Tensor, "b hk n d"],
     value: Float[Tensor, "b hk n dv"],
     module: nn.Module,
+    *,
+    heads_last: bool = False,
     **options: Any,
-) -> Float[Tensor, "b h m dv"]:
+) -> Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"]:
     """Return the output of a dot-product attention as it is, and add the call to the open scope.
 
     Args:
@@ -108,11 +129,12 @@ def through_attention(
         key: Keys.
         value: Values.
         module: Who made the call.
+        heads_last: Whether the output has its heads after the queries.
         options: Mask, bias, scale and so on, as for `squared_score_gradients`.
     """
-    tensors = (query.detach(), key.detach(), value.detach())
     call = _new_call(module, (*query.shape[:3], key.shape[2]))
-    return _ThroughAttention.apply(output, _local.anchor, *tensors, kept_log_sum_exp(output), call, options)
+    call.attention = ScoreGradients(query, key, value, output, heads_last, **options)
+    return _ThroughAttention.apply(output, _local.anchor, call)
 
 
 def _new_call(module: nn.Module, shape: tuple[int, ...]) -> Call:
@@ -138,17 +160,15 @@ class _ThroughScores(torch.autograd.Function):
 
 
 class _ThroughAttention(torch.autograd.Function):
-    """Identity on an attention output; the call is given what the output's gradient says about the scores."""
+    """Identity on an attention output; the call is given the gradient of the output on its way back."""
 
     @staticmethod
-    def forward(ctx, output, anchor, query, key, value, log_sum_exp: Tensor | None, call: Call, options: dict) -> Tensor:
-        # the output is the very tensor that a fused attention keeps for its own backward pass
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.call, ctx.options = call, options
+    def forward(ctx, output: Tensor, anchor: Tensor, call: Call) -> Tensor:
+        ctx.call = call
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        ctx.call.squares = squared_score_gradients(grad, *ctx.saved_tensors, **ctx.options)
-        return grad, None, None, None, None, None, None, None
+        ctx.call.grad_output = grad
+        return grad, None, None

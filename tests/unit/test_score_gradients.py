@@ -100,13 +100,76 @@ def test_the_log_sum_exp_of_torchs_attention_is_found_behind_views_and_copies(ma
     scores = 0.6 * query.detach() @ key.transpose(-2, -1)
     truth = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).logsumexp(dim=-1)
     moved = output.transpose(1, 2).contiguous().transpose(1, 2)
-    for found in (score_gradients.kept_log_sum_exp(output), score_gradients.kept_log_sum_exp(moved)):
+    for given in (output, moved):
+        found = score_gradients.kept_log_sum_exp(given, (B, H, M))
         assert torch.allclose(found, truth, rtol=1e-6)
 
 
 def test_no_log_sum_exp_is_taken_from_anything_else():
     output, query, _ = attended()
-    assert score_gradients.kept_log_sum_exp(output.detach()) is None
-    assert score_gradients.kept_log_sum_exp(output * 2.0) is None
-    assert score_gradients.kept_log_sum_exp(query) is None
-    assert score_gradients.kept_log_sum_exp(output[:, :2].transpose(1, 2)) is None
+    assert score_gradients.kept_log_sum_exp(output.detach(), (B, H, M)) is None
+    assert score_gradients.kept_log_sum_exp(output * 2.0, (B, H, M)) is None
+    assert score_gradients.kept_log_sum_exp(query, (B, H, M)) is None
+    assert score_gradients.kept_log_sum_exp(output[:, :2].transpose(1, 2), (B, 2, M)) is None
+
+
+def calls_of(masks, heads_last=False, **options):
+    """Return attention calls with the gradients of their outputs, and the truth of each."""
+    calls, truth = [], []
+    for mask in masks:
+        query, key, value, grad = inputs()
+        squares, output, _ = written_out(query, key, value, grad, mask=mask, scale=0.6, **options)
+        if heads_last:
+            output, grad = (x.transpose(1, 2).contiguous() for x in (output, grad))
+        call = score_gradients.ScoreGradients(query, key, value, output, heads_last, mask, scale=0.6, **options)
+        calls.append((call, grad))
+        truth.append(squares)
+    return calls, truth
+
+
+OTHER_PADDING = torch.arange(N) < torch.tensor([[3], [N]])
+ROWS = torch.ones(M, N, dtype=torch.bool).triu()[None, None]
+
+
+@pytest.mark.parametrize("heads_last", [False, True])
+@pytest.mark.parametrize(
+    ("masks", "batches"),
+    [
+        ([None] * 3, [3]),
+        ([PADDING[:, None, None, :]] * 3, [3]),
+        ([PADDING[:1, None, None, :]] * 2, [2]),
+        ([PADDING[:, None, None, :], OTHER_PADDING[:, None, None, :], None], [1, 1, 1]),
+        ([ROWS, ROWS], [1, 1]),
+    ],
+)
+def test_calls_that_are_alike_are_computed_as_one_batch(masks, batches, heads_last, monkeypatch):
+    single, computed = score_gradients.squared_score_gradients, []
+
+    def noted(*args, **options):
+        computed.append(args[0].shape[0] // B)
+        return single(*args, **options)
+
+    monkeypatch.setattr(score_gradients, "squared_score_gradients", noted)
+    # the very same mask object, as the layers of a model have it
+    calls, truth = calls_of(masks, heads_last)
+    for found, expected in zip(score_gradients.squares_of_calls(calls), truth, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-14)
+    assert computed == batches
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("LARGEST_OF_MANY", B * H * M * D - 1), ("MOST_TOGETHER", 2 * B * H * M * D - 1)]
+)
+def test_large_calls_are_computed_one_by_one(name, most, monkeypatch):
+    monkeypatch.setattr(score_gradients, name, most)
+    calls, truth = calls_of([None, None, None])
+    for found, expected in zip(score_gradients.squares_of_calls(calls), truth, strict=True):
+        assert found.shape == (B, H, N)
+        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_tensors_that_were_written_into_after_the_call_are_refused():
+    calls, _ = calls_of([None, None])
+    calls[1][0].output.mul_(2.0)
+    with pytest.raises(RuntimeError, match="the output of an attention call was changed in place"):
+        score_gradients.squares_of_calls(calls)

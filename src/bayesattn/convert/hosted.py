@@ -180,13 +180,17 @@ class HostedAttention(BayesianModule):
         is_causal: bool,
         scale: float,
         softcap: float | None = None,
-    ) -> Float[Tensor, "b h m dv"]:
-        """Return the output that the host computed without sampling; KL, sensitivity, statistics go to the open scopes."""
+        heads_last: bool = False,
+    ) -> Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"]:
+        """Return the output that the host computed without sampling; KL, sensitivity, statistics go to the open scopes.
+
+        With `heads_last` the output has its heads after the queries.
+        """
         options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
         if self.is_observed:
             observers.note_attention(self, query, key, **options)
         if self.is_measured:
-            output = sensitivity.through_attention(output, query, key, value, self, **options)
+            output = sensitivity.through_attention(output, query, key, value, self, heads_last=heads_last, **options)
         if not self.needs_kl:
             return output
         with without_autocast(query.device.type):

@@ -26,13 +26,12 @@ def evaluating(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> 
         model: The model.
         modules: All of its modules, for a caller that has them already.
     """
-    modes = [(module, module.training) for module in (all_modules(model) if modules is None else modules)]
+    learning = [module for module in (all_modules(model) if modules is None else modules) if module.training]
     try:
-        if any(mode for _, mode in modes):
+        if learning:
             model.eval()
         yield
     finally:
         # one by one: train() would also switch on parts that their owner keeps in eval mode
-        for module, mode in modes:
-            if module.training is not mode:
-                module.training = mode
+        for module in learning:
+            module.training = True

@@ -5,7 +5,7 @@ whole row shares cancels in the softmax. Examples of a batch do not mix, so the 
 and one backward pass through the activations gives all of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from bayesattn.doubt.temporary import bayesian
 from bayesattn.nn import BayesianModule, MultiheadAttention
 from bayesattn.noise import log_noise_variance
 from bayesattn.prediction import as_arguments
-from bayesattn.sensitivity import Call, score_sensitivity
+from bayesattn.sensitivity import Call, run_backward, score_sensitivity
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CallVariance:
 def _without_parameter_gradients(modules: list[nn.Module]) -> Iterator[None]:
     """Switch gradients of parameters off: activations that only they need are then not kept."""
     # a parameter that two modules share is in the list twice, which does no harm
-    held = (parameter for module in modules for parameter in module._parameters.values())
+    held = [parameter for module in modules if module._parameters for parameter in module._parameters.values()]
     learned = [parameter for parameter in held if parameter is not None and parameter.requires_grad]
     try:
         for parameter in learned:
@@ -130,12 +130,15 @@ def variances(measured: Measured, numbers: Numbers) -> tuple[list[Float[Tensor, 
             plain = measured.run()
     outputs, calls = measured.run_measured()
     plain = outputs if plain is None else plain
+    values: list[Tensor] = []
+    found: list[list[CallVariance]] = []
     with torch.enable_grad():
         wanted = numbers(plain)
-        found: list[list[CallVariance]] = []
-        for number in wanted:
-            found.append(_backward(number(outputs), calls, measured.names, is_last=len(found) + 1 == len(wanted)))
-        return [number(plain).detach() for number in wanted], found
+        for function in wanted:
+            number = function(outputs)
+            found.append(_backward(number, calls, measured.names, is_last=len(found) + 1 == len(wanted)))
+            values.append((number if plain is outputs else function(plain)).detach())
+    return values, found
 
 
 def require_number(number: Any) -> None:
@@ -149,9 +152,7 @@ def require_number(number: Any) -> None:
 
 def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, str], *, is_last: bool) -> list[CallVariance]:
     require_number(number)
-    for call in calls:
-        call.squares = None
-    torch.autograd.grad(number.sum(), calls[0].anchor, allow_unused=True, retain_graph=not is_last)
+    run_backward(number, calls, retain_graph=not is_last)
     if all(call.squares is None for call in calls):
         raise ValueError("target does not depend on the attention, only on inputs that need a gradient themselves")
     squares = [number.new_zeros(call.shape) if call.squares is None else call.squares for call in calls]
@@ -193,11 +194,13 @@ def total(found: list[CallVariance]) -> Float[Tensor, " b"]:
 
 def parts(found: list[CallVariance]) -> dict[str, Any]:
     """Return `std`, `by_layer`, `by_head` and `by_token` of a `Doubt` from the calls' variances."""
+    heads = _each_sum([call.variance for call in found], (-1,))
     by_head: dict[str, Tensor] = {}
-    for call, heads in zip(found, _each_sum([call.variance for call in found], (-1,)), strict=True):
-        by_head[call.name] = by_head[call.name] + heads if call.name in by_head else heads
-    by_layer = dict(zip(by_head, _each_sum([*by_head.values()], (-1,)), strict=True))
-    return {"std": _sum(by_layer.values()).sqrt(), "by_layer": by_layer, "by_head": by_head, "by_token": by_token(found)}
+    for call, of_call in zip(found, heads, strict=True):
+        by_head[call.name] = by_head[call.name] + of_call if call.name in by_head else of_call
+    layers = _each_sum(heads if len(by_head) == len(found) else [*by_head.values()], (-1,))
+    by_layer = dict(zip(by_head, layers, strict=True))
+    return {"std": _sum(layers).sqrt(), "by_layer": by_layer, "by_head": by_head, "by_token": by_token(found)}
 
 
 def by_token(found: list[CallVariance]) -> Float[Tensor, "b n"] | None:
@@ -207,19 +210,22 @@ def by_token(found: list[CallVariance]) -> Float[Tensor, "b n"] | None:
     return _sum(_each_sum([call.variance for call in found], (-2,)))
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+def _stacked(tensors: Sequence[Tensor] | Tensor) -> Tensor | None:
     """Return the tensors as one, if they are alike: the layers of most models are, and one operation then serves all."""
+    if isinstance(tensors, Tensor):
+        return tensors
     is_alike = len({(x.shape, x.dtype, x.device) for x in tensors}) == 1
     return torch.stack([*tensors]) if is_alike else None
 
 
-def _each_sum(tensors: Sequence[Tensor], dims: tuple[int, ...]) -> Sequence[Tensor]:
-    """Return the sum of each tensor over the axes `dims`, counted from the end."""
+def _each_sum(tensors: Sequence[Tensor] | Tensor, dims: tuple[int, ...]) -> Sequence[Tensor] | Tensor:
+    """Return the sum of each tensor over the axes `dims`, counted from the end; of tensors that are alike as one tensor."""
     alike = _stacked(tensors)
-    return [x.sum(dim=dims) for x in tensors] if alike is None else alike.sum(dim=dims).unbind()
+    return [x.sum(dim=dims) for x in tensors] if alike is None else alike.sum(dim=dims)
 
 
-def _sum(tensors: Iterable[Tensor]) -> Tensor:
+def _sum(tensors: Sequence[Tensor] | Tensor) -> Tensor:
     """Return the sum, on the device of the first: layers may be on several."""
-    first, *rest = tensors
-    return torch.stack([first, *(x.to(first.device) for x in rest)]).sum(dim=0)
+    if isinstance(tensors, Tensor):
+        return tensors.sum(dim=0)
+    return torch.stack([x.to(tensors[0].device) for x in tensors]).sum(dim=0)

@@ -66,7 +66,7 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
             f"the logits have shape {tuple(logits.shape)} and target={_shown(target)} needs (batch, classes); for tokens, "
             "nodes or pixels give target= a function from the model's outputs to one number per example"
         )
-    wide = upcast(logits)
+    wide = upcast(logits.detach())
     probabilities, label = torch.softmax(wide, dim=-1), wide.argmax(dim=-1)
     if isinstance(target, str):
         if target != "margin":
@@ -79,8 +79,9 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
             raise ValueError(f"num_classes must be at most {logits.shape[1]}, the classes of the model, got {num_classes}")
         pair = top_two_classes(wide)
         # of equal logits the first class; the rest in any order
-        rest = wide.scatter(1, pair, -torch.inf).topk(num_classes - 2).indices
-        classes = torch.cat([pair, rest], dim=1)
+        classes = pair
+        if num_classes > 2:
+            classes = torch.cat([pair, wide.scatter(1, pair, -torch.inf).topk(num_classes - 2).indices], dim=1)
         return Number(
             lambda result: _difference(find(result), pair), True, probabilities, label, classes, find, logits.detach()
         )

@@ -125,7 +125,8 @@ class _Conversion:
 
     def __init__(self, config: AttentionConfig, names: dict[BayesianModule, str], before: list[_State]) -> None:
         self.config, self.names = config, names
-        self.modules = [(state.module, state.kind) for state in before]
+        # modules are compared by identity; one that is gone cannot be taken for another, whose changes would not fit
+        self.modules, self.kinds = [id(state.module()) for state in before], [state.kind for state in before]
         self.classes: list[tuple[ref, type, type]] = []
         self.changes: list[_Change] = []
         for state in before:
@@ -149,8 +150,8 @@ class _Conversion:
         """Whether the model has the same modules, and what was converted in them is unchanged."""
         return (
             config == self.config
-            and len(modules) == len(self.modules)
-            and all(m is known() and type(m) is kind for m, (known, kind) in zip(modules, self.modules, strict=True))
+            and [*map(id, modules)] == self.modules
+            and [*map(type, modules)] == self.kinds
             and all(change.is_as_before() for change in self.changes)
         )
 

@@ -93,7 +93,8 @@ def uncertainty(
             if method == "linearized" or nodes is not None:
                 raise ValueError(f"method='linearized' and nodes= are for graphs; this {type(model).__name__} has no edges")
             values, found = closed_form.variances(measured, numbers)
-            parts, variances, used = closed_form.parts(found[0]), [closed_form.total(calls) for calls in found], method
+            parts, used = closed_form.parts(found[0]), method
+            variances = [parts["std"].square(), *(closed_form.total(calls) for calls in found[1:])]
     _require_finite(settled[0], values)
     closed_form.require_finite_gradients(parts["std"])
     result = {"value": values[0], "method": used, **parts}

@@ -93,8 +93,7 @@ def bayesian_attention(
     if not child.is_sampling and child.bayes_weights is None:
         output, weights = child.host_attention(module, query, key, value, attention_mask, **kwargs)
         # the registry's functions return heads after queries
-        heads = child.finish_mean(output.transpose(1, 2), query, key, value, **arguments)
-        return heads.transpose(1, 2), weights
+        return child.finish_mean(output, query, key, value, heads_last=True, **arguments), weights
     output, weights = child.attend(
         query,
         key,

@@ -10,7 +10,8 @@ scores are computed again in blocks, so no m × n array exists at any time: by T
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -23,12 +24,103 @@ from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.precision import upcast, without_autocast
 
 # entries of a block of scores: small enough for a CPU's cache, large enough for its matrix products
-BLOCK_ENTRIES = {"cpu": 2**17, "cuda": 2**25}
+BLOCK_ENTRIES = {"cpu": 2**17, "cuda": 2**26}
+# numbers of a query or key up to which calls are joined: copying more takes longer than the launches that it saves
+LARGEST_OF_MANY = 2**24
+# and how many of them one batch may have, because a copy needs memory
+MOST_TOGETHER = 2**26
 # features of a head that the kernels' tiles can hold
 WIDEST_HEAD = 256
 # autograd nodes that only move or copy numbers, and how many of them may lie between an output and its attention
 _MOVES = ("Transpose", "Clone", "View", "Permute", "UnsafeView", "ReshapeAlias")
 _FARTHEST = 6
+
+
+@dataclass(eq=False)
+class ScoreGradients:
+    """What the squares of one attention call are computed from, beside the gradient of its output.
+
+    Attributes:
+        query, key, value, output: Of the call.
+        heads_last: Whether output and its gradient have their heads after the queries.
+        mask, bias, is_causal, scale, softcap: As for `squared_score_gradients`.
+    """
+
+    query: Float[Tensor, "b h m d"]
+    key: Float[Tensor, "b hk n d"]
+    value: Float[Tensor, "b hk n dv"]
+    output: Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"]
+    heads_last: bool = False
+    mask: Bool[Tensor, "..."] | None = None
+    bias: Float[Tensor, "..."] | None = None
+    is_causal: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        # what torch keeps for its own backward pass is there until that pass has used it
+        has_kernel = not why_not_kernel(self.query, self.key, self.value)
+        self.log_sum_exp = kept_log_sum_exp(self.output, self.query.shape[:3]) if has_kernel else None
+        self._versions = [x._version for x in self.tensors()]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return query, key, value and output."""
+        return self.query, self.key, self.value, self.output
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that were written into since: the squares would be those of another call."""
+        for name, x, version in zip(("query", "key", "value", "output"), self.tensors(), self._versions, strict=True):
+            if x._version != version:
+                raise RuntimeError(
+                    f"the {name} of an attention call was changed in place after the call, so its score gradients cannot be "
+                    "computed. Replace the in-place operation in the model by one that returns a new tensor"
+                )
+
+    def kind(self, grad_output: Tensor) -> tuple | None:
+        """Return what calls share that can be computed as one batch; None for a call that is computed alone."""
+        is_large = self.query.numel() > LARGEST_OF_MANY or self.key.numel() > LARGEST_OF_MANY
+        if is_large or self.bias is not None or (self.mask is not None and (self.mask.ndim != 4 or self.mask.shape[2] > 1)):
+            return None
+        tensors = (*self.tensors(), grad_output, *(() if self.log_sum_exp is None else (self.log_sum_exp,)))
+        facts = [(x.shape, x.dtype, x.device) for x in tensors]
+        # layers of a model are given the very same mask
+        mask = None if self.mask is None else (self.mask.data_ptr(), self.mask.shape, self.mask.stride())
+        return *facts, self.heads_last, mask, self.is_causal, self.scale, self.softcap
+
+
+def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b h m dv"]]]) -> list[Float[Tensor, "b h n"]]:
+    """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs; small ones alike as one batch."""
+    found: dict[int, Tensor] = {}
+    groups: dict[object, list[int]] = {}
+    for place, (call, grad) in enumerate(calls):
+        call.check_unchanged()
+        groups.setdefault(call.kind(grad) or place, []).append(place)
+    for members in groups.values():
+        together = max(1, MOST_TOGETHER // max(calls[members[0]][0].query.numel(), 1))
+        for start in range(0, len(members), together):
+            part = members[start : start + together]
+            squares = _of_alike([calls[i][0] for i in part], [calls[i][1] for i in part])
+            found.update(zip(part, squares.unflatten(0, (len(part), -1)).unbind(), strict=True))
+    return [found[place] for place in range(len(calls))]
+
+
+@torch.no_grad()
+def _of_alike(calls: Sequence[ScoreGradients], grads: Sequence[Tensor]) -> Float[Tensor, "cb h n"]:
+    """Return the squares of calls of one kind, of the first call's examples first."""
+    first, mask = calls[0], calls[0].mask
+    tensors = [(grad, *call.tensors()) for call, grad in zip(calls, grads, strict=True)]
+    joined = tensors[0] if len(calls) == 1 else map(torch.cat, zip(*tensors, strict=True))
+    grad, query, key, value, output = joined
+    kept = [call.log_sum_exp for call in calls if call.log_sum_exp is not None]
+    lse = torch.cat(kept) if len(kept) > 1 else first.log_sum_exp
+    if first.heads_last:
+        grad, output = grad.transpose(1, 2), output.transpose(1, 2)
+    if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 and len(calls) > 1:
+        mask = mask.repeat(len(calls), 1, 1, 1)
+    return squared_score_gradients(
+        grad, query, key, value, output, lse,
+        mask=mask, bias=first.bias, is_causal=first.is_causal, scale=first.scale, softcap=first.softcap,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -67,7 +159,7 @@ def squared_score_gradients(
     options |= {"scale": scale, "softcap": softcap}
     if output is None or why_not_kernel(query, key, value):
         with without_autocast(query.device.type):
-            return _in_blocks(grad_output, query, key, value, output, log_sum_exp, **options)
+            return _in_blocks(grad_output, query, key, value, **options)
     from bayesattn.ops.attention import score_gradients_triton
 
     tensors = [grad_output, query, key, value, output]
@@ -78,10 +170,14 @@ def squared_score_gradients(
     return score_gradients_triton.squared_score_gradients(*tensors, log_sum_exp=log_sum_exp, **options)
 
 
-def kept_log_sum_exp(output: Float[Tensor, "b h m dv"]) -> Float[Tensor, "b h m"] | None:
+def kept_log_sum_exp(output: Tensor, shape: tuple[int, ...]) -> Float[Tensor, "b h m"] | None:
     """Return ln Σ_j exp Φ_ij of every query, if torch's fused attention computed the output and keeps it for its gradient.
 
     The output may have been transposed or copied since; else, and on a torch that names things differently, None.
+
+    Args:
+        output: The attention output.
+        shape: Examples, heads and queries.
     """
     node = output.grad_fn
     for _ in range(_FARTHEST):
@@ -91,16 +187,16 @@ def kept_log_sum_exp(output: Float[Tensor, "b h m dv"]) -> Float[Tensor, "b h m"
         if name.startswith("ScaledDotProduct"):
             kept = getattr(node, "_saved_logsumexp", None)
             kept = getattr(node, "_saved_log_sumexp", None) if kept is None else kept
-            return None if kept is None else _of_queries(kept, output.shape)
+            return None if kept is None else _of_queries(kept, shape)
         if not name.startswith(_MOVES):
             return None
         node = node.next_functions[0][0]
     return None
 
 
-def _of_queries(kept: Tensor, shape: torch.Size) -> Tensor | None:
+def _of_queries(kept: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     """Return what belongs to queries: some kernels add an axis of length 1, some pad to a multiple of their block."""
-    b, h, m, _ = shape
+    b, h, m = shape
     kept = kept.squeeze(-1) if kept.ndim == 4 else kept
     return kept[..., :m] if kept.ndim == 3 and kept.shape[:2] == (b, h) and kept.shape[2] >= m else None
 
@@ -134,8 +230,6 @@ def _in_blocks(
     query: Float[Tensor, "b h m d"],
     key: Float[Tensor, "b hk n d"],
     value: Float[Tensor, "b hk n dv"],
-    output: Float[Tensor, "b h m dv"] | None,
-    log_sum_exp: Float[Tensor, "b h m"] | None,
     *,
     mask: Bool[Tensor, "#b #h #m n"] | None,
     bias: Float[Tensor, "#b #h #m #n"] | None,
@@ -146,14 +240,12 @@ def _in_blocks(
     b, h, m, _ = query.shape
     n = key.shape[2]
     total = query.new_zeros((b, h, n), dtype=torch.promote_types(query.dtype, torch.float32))
-    lse, delta, keys_only = None, None, None
-    if output is not None and log_sum_exp is not None:
-        # a row without keys may have −inf, which would make its weights NaN; with +inf they are 0
-        lse = log_sum_exp.masked_fill(log_sum_exp == -torch.inf, torch.inf).unsqueeze(-1)
-        delta = (upcast(output) * grad_output).sum(dim=-1, keepdim=True)
-        if mask is not None and mask.shape[2] == 1:
-            # with LSE and δ at hand keys do not depend on each other: what a padded key got is removed at the end
-            keys_only, mask = mask[:, :, 0], None
+    valid, shut = None, None
+    if mask is not None and mask.shape[2] == 1 and softcap is None and bias is None:
+        # padding is one row per example, which the matrix product adds; examples of padding alone are removed at the end
+        valid, mask = mask[:, :, 0], None
+        shut = total.new_zeros(valid.shape).masked_fill_(valid.any(dim=-1, keepdim=True) & ~valid, -torch.inf)
+        shut = shut.expand(b, h, n).unsqueeze(2)
     mask, bias = (None if x is None else x.expand(b, h, m, n) for x in (mask, bias))
     on_tensor_cores = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if not on_tensor_cores or len({x.dtype for x in (query, key, value, grad_output)}) > 1:
@@ -162,7 +254,7 @@ def _in_blocks(
     key_t, value_t = (expand_heads(x, h).transpose(-2, -1) for x in (key, value))
     for part in _blocks(b, h, m, n, BLOCK_ENTRIES.get(query.device.type, BLOCK_ENTRIES["cpu"])):
         keys, rows = part[:2], part[2]
-        scores = _product(query[part], key_t[keys], scale)
+        scores = _product(query[part], key_t[keys], scale, None if shut is None else shut[keys])
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None:
@@ -172,27 +264,26 @@ def _in_blocks(
             positions = torch.arange(max(m, n), device=query.device)
             triangle = positions[:n] <= positions[:m][rows, None]
             allowed = triangle if allowed is None else allowed & triangle
-        products = _product(grad_output[part], value_t[keys])
-        if lse is None or delta is None:
-            weights = masked_softmax(scores, allowed)
-            products -= (weights * products).sum(dim=-1, keepdim=True)
-        else:
-            if allowed is not None:
-                scores.masked_fill_(~allowed, -torch.inf)
-            weights = scores.sub_(lse[part]).exp_()
-            products -= delta[part]
-        total[keys] += products.mul_(weights).square_().sum(dim=-2)
-    return total if keys_only is None else total.masked_fill_(~keys_only, 0.0)
+        weights = masked_softmax(scores, allowed)
+        # P ⊙ (dP − δ) in one pass; autograd's own softmax calls it
+        grads = torch.ops.aten._softmax_backward_data(_product(grad_output[part], value_t[keys]), weights, -1, weights.dtype)
+        total[keys] += grads.square_().sum(dim=-2)
+    return total if valid is None else total.masked_fill_(~valid, 0.0)
 
 
 def _product(
-    rows: Float[Tensor, "b h m d"], columns: Float[Tensor, "b h d n"], scale: float = 1.0
+    rows: Float[Tensor, "b h m d"],
+    columns: Float[Tensor, "b h d n"],
+    scale: float = 1.0,
+    start: Float[Tensor, "b h 1 n"] | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return scale · A B in float32 or better; half precision, which is on a GPU, is multiplied on tensor cores."""
+    """Return start + scale · A B in float32 or better; half precision, which is on a GPU, is multiplied on tensor cores."""
     if rows.dtype not in (torch.bfloat16, torch.float16):
-        return rows @ columns if scale == 1.0 else rows @ columns * scale
-    start = rows.new_empty((1, 1, 1), dtype=torch.float32)
-    found = torch.baddbmm(start, rows.flatten(0, 1), columns.flatten(0, 1), beta=0.0, alpha=scale, out_dtype=torch.float32)
+        found = rows @ columns if scale == 1.0 else rows @ columns * scale
+        return found if start is None else found.add_(start)
+    beta = 0.0 if start is None else 1.0
+    start = rows.new_empty((1, 1, 1), dtype=torch.float32) if start is None else start.flatten(0, 1)
+    found = torch.baddbmm(start, rows.flatten(0, 1), columns.flatten(0, 1), beta=beta, alpha=scale, out_dtype=torch.float32)
     return found.unflatten(0, rows.shape[:2])
 
 
