@@ -20,6 +20,7 @@ from bayesattn.convert.modes import evaluating
 from bayesattn.doubt.temporary import bayesian
 from bayesattn.nn import BayesianModule, MultiheadAttention
 from bayesattn.noise import log_noise_variance
+from bayesattn.precision import upcast
 from bayesattn.prediction import as_arguments
 from bayesattn.sensitivity import Call, run_backward, score_sensitivity
 
@@ -163,15 +164,19 @@ def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, s
     return [_of_examples(call, x, examples, names[call.module]) for call, x in zip(calls, scaled, strict=True)]
 
 
-def require_finite(what: str, *numbers: Tensor) -> None:
-    """Refuse NaN and infinity; called after the backward pass, because on a GPU the host has to wait for the answer."""
-    if not bool(torch.stack([torch.isfinite(x).all() for x in numbers]).all()):
-        raise ValueError(f"{what} NaN or infinity; nothing can be said about such a prediction")
+def require_finite(what: str, numbers: Sequence[Tensor], std: Float[Tensor, " b"] | None = None) -> None:
+    """Refuse NaN and infinity, in what the model gave (`what`, for the message) and in the gradients behind `std`.
 
-
-def require_finite_gradients(std: Float[Tensor, " b"]) -> None:
-    """Refuse gradients that are not finite: a model whose answers are may have them, where it divides by 0 or masks all."""
-    require_finite("the gradients of the target in the attention scores contain", std)
+    A model whose answers are finite may have gradients that are not, where it divides by 0 or masks everything. Called last,
+    and all together, because on a GPU the host has to wait for the answer.
+    """
+    gradients = [] if std is None else [std]
+    groups = ((what, numbers), ("the gradients of the target in the attention scores contain", gradients))
+    flat = [upcast(x.detach()).flatten().to(numbers[0].device) for x in (*numbers, *gradients)]
+    if bool(torch.isfinite(torch.cat(flat)).all()):
+        return
+    found = next(name for name, tensors in groups if not all(bool(torch.isfinite(x).all()) for x in tensors))
+    raise ValueError(f"{found} NaN or infinity; nothing can be said about such a prediction")
 
 
 def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, name: str) -> CallVariance:

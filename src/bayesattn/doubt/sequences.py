@@ -14,7 +14,6 @@ from bayesattn.doubt.closed_form import (
     measuring,
     parts,
     require_finite,
-    require_finite_gradients,
     variances,
 )
 from bayesattn.doubt.result import SequenceScore
@@ -97,9 +96,8 @@ def score(
 
     with measuring(model, arguments, config) as measured:
         (value,), (found,) = variances(measured, numbers)
-    require_finite("the log-probabilities contain", value)
     doubt = parts(found)
-    require_finite_gradients(doubt["std"])
+    require_finite("the log-probabilities contain", [value], doubt["std"])
     if is_encoder_decoder:
         lengths = (inputs["input_ids"].shape[1], scored.shape[1])
         doubt["by_token"] = by_token([call for call in found if _reads_prompt(call, *lengths)] or found)

@@ -95,8 +95,7 @@ def uncertainty(
             values, found = closed_form.variances(measured, numbers)
             parts, used = closed_form.parts(found[0]), method
             variances = [parts["std"].square(), *(closed_form.total(calls) for calls in found[1:])]
-    _require_finite(settled[0], values)
-    closed_form.require_finite_gradients(parts["std"])
+    _require_finite(settled[0], values, parts["std"])
     result = {"value": values[0], "method": used, **parts}
     if settled[0].classes is not None:
         result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
@@ -128,11 +127,11 @@ def _of_nodes(nodes: Sequence[int] | Tensor, target: Target, output: Output) -> 
     return target, lambda outputs: pick(find(outputs))
 
 
-def _require_finite(number: Number, values: list[Tensor]) -> None:
+def _require_finite(number: Number, values: list[Tensor], std: Tensor | None = None) -> None:
     if number.logits is not None:
-        closed_form.require_finite("the model's logits contain", number.logits)
+        closed_form.require_finite("the model's logits contain", [number.logits], std)
     else:
-        closed_form.require_finite("target gave", *values)
+        closed_form.require_finite("target gave", values, std)
 
 
 def _pairs(num_classes: int) -> list[tuple[int, int]]:
@@ -159,10 +158,8 @@ def _from_draws(model, inputs, target, config, num_samples, seed, output) -> Unc
             number = settle(target, output, outputs)
             value = number.of(outputs)
         _require_finite(number, [value])
-        draws = predict(model, inputs, num_samples, seed, task="regression", output=number.of).samples
-    return _result(
-        number, num_samples, value=value, method="draws", std=draws.std(dim=0), by_layer={}, by_head={}, by_token=None
-    )
+        std = predict(model, inputs, num_samples, seed, task="regression", output=number.of).samples.std(dim=0)
+    return _result(number, num_samples, value=value, method="draws", std=std, by_layer={}, by_head={}, by_token=None)
 
 
 def _result(number: Number, num_samples: int, **doubt: Any) -> Uncertainty:
