@@ -17,7 +17,7 @@ from bayesattn.ops.attention import launch, reference, weibull, weibull_node
 from bayesattn.ops.attention import triton as fused
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.common import draws
-from bayesattn.ops.common.launch import LAUNCHES
+from bayesattn.ops.common.launch import LAUNCHES, Launch
 from bayesattn.priors import ContextualPrior
 
 pytestmark = MARKS
@@ -111,13 +111,38 @@ def set_passes(monkeypatch, in_one_pass: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
-    [(2, 2, 1, 37, 63, 16, 16), (1, 4, 2, 70, 100, 20, 13), (2, 1, 1, 1, 33, 64, 64), (1, 2, 2, 65, 1, 48, 80)],
+    [
+        (2, 2, 1, 37, 63, 16, 16),
+        (1, 4, 2, 70, 100, 20, 13),
+        (2, 1, 1, 1, 33, 64, 64),
+        (1, 2, 2, 65, 1, 48, 80),
+        (1, 2, 1, 70, 131, 24, 40),
+        (1, 2, 2, 67, 130, 80, 80),
+    ],
 )
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_odd_shapes_and_grouped_heads(monkeypatch, shape, dtype, in_one_pass):
     set_passes(monkeypatch, in_one_pass)
     check(shape, WEIBULL, dtype=dtype)
     assert not in_one_pass or LAUNCHES["grad_key"] > 0
+
+
+@pytest.mark.parametrize(("d", "dv"), [(20, 13), (24, 40), (48, 72)])
+def test_kernels_get_rows_that_triton_reads_in_whole_vectors(monkeypatch, d, dv):
+    call, read = Launch.__call__, []
+
+    def noted(self, *pointers):
+        if self.name in ("forward", "grad_key", "grad_query"):
+            # query, key and value
+            read.extend(pointers[:3])
+        call(self, *pointers)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    check((1, 2, 1, 33, 70, d, dv), WEIBULL, contiguous=False)
+    assert len(read) >= 6
+    for x in read:
+        assert x.shape[-1] % launch.ROW_MULTIPLE == 0
+        assert not any(stride % launch.ROW_MULTIPLE for stride in x.stride()[:-1])
 
 
 @pytest.mark.parametrize("mask_kind", ["none", "key padding", "arbitrary"])

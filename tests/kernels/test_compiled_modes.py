@@ -8,8 +8,13 @@ from transformers import BertConfig, BertModel
 
 import bayesattn as ba
 
-# the compiler advises less precise products
-pytestmark = [*MARKS, pytest.mark.compile, needs_gpu, pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")]
+pytestmark = [
+    *MARKS,
+    pytest.mark.compile,
+    needs_gpu,
+    # the compiler advises less precise products, and begins its CUDA graphs with an empty one
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty"),
+]
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 31,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64,
@@ -17,11 +22,11 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def _torch_s_own_generator(monkeypatch):
+def _torch_s_own_generator():
     """Inductor has a generator of its own unless it is told to use eager's."""
     torch._dynamo.reset()
-    monkeypatch.setattr(inductor, "fallback_random", True)
-    yield
+    with inductor.patch(fallback_random=True):
+        yield
     torch._dynamo.reset()
 
 
@@ -50,11 +55,13 @@ def run(model, call, seed):
 @pytest.mark.parametrize("variant", ["BAM-NOKL", "BAM-WC", "BAM-LC"])
 def test_compiled_steps_equal_eager_ones_and_draw_anew(variant, padded, mode):
     model, inputs = model_and_inputs(variant, padded)
+    # the mean square of what a layer norm gives is 1, whatever the parameters are
+    direction = torch.linspace(-1.0, 1.0, SIZES["hidden_size"], device=DEVICE).sin()
 
     def loss():
         with ba.record_kl() as kl:
             output = model(**inputs).last_hidden_state
-        return output.square().mean() + 0.1 * kl.total()
+        return (output * direction).square().mean() + 0.1 * kl.total()
 
     compiled = torch.compile(loss, fullgraph=True, mode=mode)
     for _ in range(3):

@@ -17,7 +17,7 @@ from bayesattn.noise import keyed
 
 pytestmark = MARKS
 SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 31,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 31,
     "hidden_dropout_prob": 0.0, "max_position_embeddings": 32,
 }  # fmt: skip
 

@@ -83,11 +83,12 @@ def repeated(
     """
     wants_kl = need_kl and config.has_kl
     call = Call(query, key, value, config, None, scale, None, dropout_p, wants_kl)
-    is_even = query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0
-    if config.family != "weibull" or not is_even or dense.choose("auto", call) != "triton" or isinstance(log_prior, Tensor):
+    if config.family != "weibull" or dense.choose("auto", call) != "triton" or isinstance(log_prior, Tensor):
         return None
     from bayesattn.ops.attention import launch, triton, weibull, weibull_node
 
+    if query.shape[-1] % launch.ROW_MULTIPLE or value.shape[-1] % launch.ROW_MULTIPLE:
+        return None
     if any(launch.aligned(x) is not x for x in (query, key, value)) or 0 in (*query.shape, *key.shape):
         return None
     strength = 1.0 / config.weibull_k

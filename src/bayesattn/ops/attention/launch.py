@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesattn.noise.specification import dropout_numbers
@@ -28,6 +29,9 @@ BLOCKS = {
 EDGE_STAGES = {"forward": 1, "grad_query": 1, "grad_key": 0}
 # registers per thread where the compiler takes a few more than let one more block share a multiprocessor
 MOST_REGISTERS = {("forward", 64): 128}
+# numbers between the beginnings of two rows: where it is no multiple of this, Triton 3.6 reads keys number by number, and in
+# half precision the loop over tiles off the edges then gave wrong outputs on an H200
+ROW_MULTIPLE = 16
 # rows of queries or keys that are added up together; at most the rows and columns of every backward tile
 SUM_BLOCK = 64
 # enough for the lengths of a data set
@@ -239,16 +243,21 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def whole_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with zeros behind their features, so that these are a multiple of `ROW_MULTIPLE`."""
+    if not any(x.shape[-1] % ROW_MULTIPLE for x in tensors):
+        return tensors
+    return tuple(F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in tensors)
+
+
 def aligned(x: Tensor) -> Tensor:
-    """Return x with contiguous rows that start at multiples of sixteen bytes; a copy is as contiguous as x was."""
-    if x.data_ptr() & 15 == 0 and _has_aligned_rows(x.stride(), x.element_size()):
-        return x
-    return gradient_of(x).copy_(x)
+    """Return x with contiguous rows that start at sixteen bytes and `ROW_MULTIPLE`; a copy is as contiguous as x was."""
+    return x if x.data_ptr() & 15 == 0 and _has_aligned_rows(x.stride()) else gradient_of(x).copy_(x)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _has_aligned_rows(strides: tuple[int, ...], item_size: int) -> bool:
-    return strides[-1] == 1 and not any(stride * item_size % 16 for stride in strides[:-1])
+def _has_aligned_rows(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and not any(stride % ROW_MULTIPLE for stride in strides[:-1])
 
 
 def blocks_of(length: int, block: int) -> int:

@@ -3,7 +3,6 @@
 import functools
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -15,9 +14,9 @@ from bayesattn.ops.attention.launch import (
     expanded_strides,
     kernel_constants,
     layout,
+    whole_rows,
 )
 from bayesattn.ops.attention.score_gradient_kernels import score_columns_kernel, score_rows_kernel
-from bayesattn.ops.attention.triton import ROW_MULTIPLE
 from bayesattn.ops.common.launch import Launch, prepared
 
 # with more keys than this, forming δ anew for every block of them takes longer than one more launch
@@ -39,9 +38,7 @@ def squared_score_gradients(
     softcap: float | None,
 ) -> Float[Tensor, "b h n"]:
     """Return Σ_i dΦ_ij² of every key in float32; arguments as for the function of this name in `score_gradients.py`."""
-    read = (query, key, value, output, grad_output)
-    if query.shape[-1] % ROW_MULTIPLE or value.shape[-1] % ROW_MULTIPLE:
-        read = tuple(F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in read)
+    read = whole_rows(query, key, value, output, grad_output)
     query, key, value, output, grad_output = map(aligned, read)
     b, h, m, _ = query.shape
     squares = query.new_empty((b, h, key.shape[2]), dtype=torch.float32)

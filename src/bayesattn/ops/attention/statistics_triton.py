@@ -1,10 +1,9 @@
 """Launch of the statistics kernel: the inputs as it reads them, and tile sizes."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bayesattn.ops.attention.launch import aligned, blocks_of, padded
+from bayesattn.ops.attention.launch import aligned, blocks_of, padded, whole_rows
 from bayesattn.ops.attention.statistics import Rows
 from bayesattn.ops.attention.statistics_kernels import statistics_kernel
 from bayesattn.ops.attention.support import INTERPRETED
@@ -14,8 +13,6 @@ from bayesattn.ops.common.tiles import FULL_MASK, KEY_MASK
 # tile rows, tile columns, warps, pipeline stages, for half precision and up to 64 or 128 features, and for everything else
 TILES = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
 OTHER_TILES = (64, 32, 4, 1)
-# rows of sixteen bytes in half precision
-ROW_MULTIPLE = 8
 
 
 def launch_statistics(
@@ -29,8 +26,7 @@ def launch_statistics(
     positions: Tensor | None,
 ) -> Rows:
     """Return the statistics of every query; arguments as for `row_statistics`, mask and bias with four axes."""
-    if query.shape[-1] % ROW_MULTIPLE:
-        query, key = (F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in (query, key))
+    query, key = whole_rows(query, key)
     query, key = aligned(query), aligned(key.to(query.dtype))
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
     is_half = query.dtype != torch.float32

@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -22,6 +21,7 @@ from bayesattn.ops.attention.backward_kernels import ROW_FOR_EACH
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
     MOST_LAUNCHES,
+    ROW_MULTIPLE,
     Band,
     Noise,
     aligned,
@@ -40,6 +40,7 @@ from bayesattn.ops.attention.launch import (
     row_steps,
     row_stride,
     rows_first,
+    whole_rows,
 )
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
@@ -48,9 +49,6 @@ from bayesattn.ops.common.tape import Tape
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import KeyPrior
 from bayesattn.precision import without_autocast
-
-# rows of sixteen bytes in half precision; Triton 3.6 reads shared memory out of bounds for some others
-ROW_MULTIPLE = 8
 
 
 def attention(
@@ -70,7 +68,7 @@ def attention(
     dv = value.shape[-1]
     if dv % ROW_MULTIPLE or query.shape[-1] % ROW_MULTIPLE:
         log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
-        query, key, value = (F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in (query, key, value))
+        query, key, value = whole_rows(query, key, value)
     weibull = config.family == "weibull"
     strength = 1.0 / config.weibull_k if weibull else config.sigma_q * math.log2(math.e)
     seed = noise.draw_seed(query.device) if seed is None else noise.as_seed(seed, query.shape[0], query.device)
