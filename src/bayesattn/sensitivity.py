@@ -7,7 +7,7 @@
 
 Every Bayesian module that runs inside the scope adds a `Call`. Its output passes through an identity with a second input,
 the anchor, a zero that all calls of the scope share and that belongs to no parameter. In the backward pass the identity
-notes the gradient of its output, from which Σ_i (∂d/∂Φ_ij)² follows: one value per example, head and key. So the forward
+has the gradient of its output, from which Σ_i (∂d/∂Φ_ij)² follows: one value per example, head and key. So the forward
 pass is the model's own to the last bit, one backward pass through the activations gives all layers, and parameters need no
 gradient. One entry per call: ALBERT runs one module twelve times.
 
@@ -45,7 +45,7 @@ class Call:
         shape: Examples, heads and keys, where it is not on edges.
         squares: Σ_i (∂d/∂Φ_ij)² of the last backward pass that came through; None before.
         attention: What the squares of a dot-product attention are computed from, beside the gradient of its output.
-        grad_output: That gradient, until its squares are computed.
+        grad_output: That gradient, where it waits for other calls of its kind.
     """
 
     module: nn.Module
@@ -170,5 +170,9 @@ class _ThroughAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        ctx.call.grad_output = grad
+        call = ctx.call
+        if call.attention.kind(grad) is None:
+            call.squares = call.attention.squares(grad)
+        else:
+            call.grad_output = grad
         return grad, None, None

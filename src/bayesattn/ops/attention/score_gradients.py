@@ -24,11 +24,11 @@ from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.precision import upcast, without_autocast
 
 # entries of a block of scores: small enough for a CPU's cache, large enough for its matrix products
-BLOCK_ENTRIES = {"cpu": 2**17, "cuda": 2**26}
+BLOCK_ENTRIES = {"cpu": 2**17, "cuda": 2**25}
 # numbers of a query or key up to which calls are joined: copying more takes longer than the launches that it saves
-LARGEST_OF_MANY = 2**24
+LARGEST_OF_MANY = 2**23
 # and how many of them one batch may have, because a copy needs memory
-MOST_TOGETHER = 2**26
+MOST_TOGETHER = 2**24
 # features of a head that the kernels' tiles can hold
 WIDEST_HEAD = 256
 # autograd nodes that only move or copy numbers, and how many of them may lie between an output and its attention
@@ -58,9 +58,9 @@ class ScoreGradients:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
+        self.has_kernel = not why_not_kernel(self.query, self.key, self.value)
         # what torch keeps for its own backward pass is there until that pass has used it
-        has_kernel = not why_not_kernel(self.query, self.key, self.value)
-        self.log_sum_exp = kept_log_sum_exp(self.output, self.query.shape[:3]) if has_kernel else None
+        self.log_sum_exp = kept_log_sum_exp(self.output, self.query.shape[:3]) if self.has_kernel else None
         self._versions = [x._version for x in self.tensors()]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,24 +76,33 @@ class ScoreGradients:
                     "computed. Replace the in-place operation in the model by one that returns a new tensor"
                 )
 
+    def squares(self, grad_output: Tensor) -> Float[Tensor, "b h n"]:
+        """Return Σ_i dΦ_ij² for the gradient of the output."""
+        return _of_alike([self], [grad_output])
+
     def kind(self, grad_output: Tensor) -> tuple | None:
-        """Return what calls share that can be computed as one batch; None for a call that is computed alone."""
+        """Return what calls share that torch computes as one batch; None for a call that is computed alone.
+
+        A kernel is one launch per call, which a busy host hides behind the rest of the backward pass.
+        """
         is_large = self.query.numel() > LARGEST_OF_MANY or self.key.numel() > LARGEST_OF_MANY
-        if is_large or self.bias is not None or (self.mask is not None and (self.mask.ndim != 4 or self.mask.shape[2] > 1)):
+        has_rows = self.mask is not None and (self.mask.ndim != 4 or self.mask.shape[2] > 1)
+        if self.has_kernel or is_large or has_rows or self.bias is not None:
             return None
-        tensors = (*self.tensors(), grad_output, *(() if self.log_sum_exp is None else (self.log_sum_exp,)))
-        facts = [(x.shape, x.dtype, x.device) for x in tensors]
+        facts = [(x.shape, x.dtype, x.device) for x in (*self.tensors(), grad_output)]
         # layers of a model are given the very same mask
         mask = None if self.mask is None else (self.mask.data_ptr(), self.mask.shape, self.mask.stride())
         return *facts, self.heads_last, mask, self.is_causal, self.scale, self.softcap
 
 
 def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b h m dv"]]]) -> list[Float[Tensor, "b h n"]]:
-    """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs; small ones alike as one batch."""
+    """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs; those of one kind as one batch.
+
+    Layers of small batches take longer to launch than to compute.
+    """
     found: dict[int, Tensor] = {}
     groups: dict[object, list[int]] = {}
     for place, (call, grad) in enumerate(calls):
-        call.check_unchanged()
         groups.setdefault(call.kind(grad) or place, []).append(place)
     for members in groups.values():
         together = max(1, MOST_TOGETHER // max(calls[members[0]][0].query.numel(), 1))
@@ -107,18 +116,18 @@ def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b h m 
 @torch.no_grad()
 def _of_alike(calls: Sequence[ScoreGradients], grads: Sequence[Tensor]) -> Float[Tensor, "cb h n"]:
     """Return the squares of calls of one kind, of the first call's examples first."""
+    for call in calls:
+        call.check_unchanged()
     first, mask = calls[0], calls[0].mask
     tensors = [(grad, *call.tensors()) for call, grad in zip(calls, grads, strict=True)]
     joined = tensors[0] if len(calls) == 1 else map(torch.cat, zip(*tensors, strict=True))
     grad, query, key, value, output = joined
-    kept = [call.log_sum_exp for call in calls if call.log_sum_exp is not None]
-    lse = torch.cat(kept) if len(kept) > 1 else first.log_sum_exp
     if first.heads_last:
         grad, output = grad.transpose(1, 2), output.transpose(1, 2)
     if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 and len(calls) > 1:
         mask = mask.repeat(len(calls), 1, 1, 1)
     return squared_score_gradients(
-        grad, query, key, value, output, lse,
+        grad, query, key, value, output, first.log_sum_exp,
         mask=mask, bias=first.bias, is_causal=first.is_causal, scale=first.scale, softcap=first.softcap,
     )  # fmt: skip
 
