@@ -247,16 +247,25 @@ def table(rows: Sequence[Row]) -> str:
     for r in rows:
         values.setdefault((r["task"], r["measure"]), {}).setdefault(r["row"], {})[r["seed"]] = 100.0 * r["value"]
     body = []
+    baselines = [own for own in (BASELINE, NULL_SCORE) if any(own in by_row for by_row in values.values())]
     for (task, measure), by_row in values.items():
         for name, of_seed in by_row.items():
             cells = [str(len(of_seed)), f"{sum(of_seed.values()) / len(of_seed):.2f}"]
-            for own in (BASELINE, NULL_SCORE):
+            for own in baselines:
                 known = own in by_row and name not in (own, BASELINE)
                 against = paired(of_seed, by_row[own]) if known else None
                 cells += ["–", "–"] if against is None else [show(against.difference), show_p(against.p_value)]
             body.append([f"{task}, {measure}, {name}", *cells])
-    header = ["per cent", "seeds", "mean", f"minus {BASELINE}", "p", f"minus {NULL_SCORE}", "p"]
+    header = ["per cent", "seeds", "mean", *(cell for own in baselines for cell in (f"minus {own}", "p"))]
     return markdown(header, body)
+
+
+def page_tables(rows: Sequence[Row]) -> tuple[str, str]:
+    """Return the tables of the results page: of answers, and of sentences, these by rank correlation with one measure each."""
+    tasks = {task for part in SENTENCES for task in PARTS[part]}
+    shown = ("Spearman with chrF", "Spearman with CIDEr")
+    sentences_alone = [row for row in rows if row["task"] in tasks and row["measure"] in shown]
+    return table([row for row in rows if row["task"] not in tasks]), table(sentences_alone)
 
 
 def main() -> None:
