@@ -19,7 +19,7 @@ from bayesattn_recipes.vqa import page as vqa
 KINDS = ("BAM-WC", "exact marginal")
 # application: its page, and which of its groups are shown
 PARTS: dict[str, tuple[Callable[[Path], pages.Page], Callable[[str], bool]]] = {
-    "graphs": (graph.read, lambda group: True),
+    "graphs": (graph.read, lambda group: "100 NLL" not in group),
     "language": (language.read, lambda group: "100 NLL" not in group),
     "translation": (translation.read, lambda group: True),
     "captions": (captioning.read, lambda group: group.startswith("Flickr8k")),

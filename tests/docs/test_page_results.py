@@ -104,18 +104,21 @@ def test_language_page_counts_its_shifted_sets():
 
 def test_graph_page_takes_random_splits_where_they_have_been_run(tmp_path):
     shutil.copy(FOLDER / "graph-seeds.csv", tmp_path)
-    lines = ["dataset,kind,seed,setting,settings_tried,accuracy"]
+    lines = ["dataset,kind,seed,setting,settings_tried,accuracy,scaled_nll"]
     for kind, gain in (("soft", 0.0), ("uniform", -0.05)):
-        lines += [
-            f"pubmed,{kind},{seed},dropout=0.4,8,{0.7 + gain + 0.01 * (seed + gain * seed * seed)}" for seed in range(1, 6)
-        ]
+        for seed in range(1, 6):
+            accuracy = 0.7 + gain + 0.01 * (seed + gain * seed * seed)
+            nll = 0.5 - gain + 0.01 * seed * seed * (1.0 + gain)
+            lines.append(f"pubmed,{kind},{seed},dropout=0.4,8,{accuracy},{nll}")
     (tmp_path / "graph-splits.csv").write_text("\n".join(lines) + "\n")
     module = importlib.import_module("bayesattn_recipes.graph.page")
-    *public, last = module.read(tmp_path).effects
+    *public, accuracy, nll = module.read(tmp_path).effects
     assert len(public) == 15
-    assert (last.group, last.kind, last.runs, last.search) == ("PubMed, random splits", "uniform", 5, "8 / 8")
-    # −5 points, and on average −0.05 × 11 more
-    assert last.value == pytest.approx(-5.55)
+    assert (accuracy.group, accuracy.kind, accuracy.runs, accuracy.search) == ("PubMed, accuracy", "uniform", 5, "8 / 8")
+    # −5 points, and on average −0.05 × 11 more; the NLL is 5 hundredths higher, less 0.05 × 11 of them
+    assert accuracy.value == pytest.approx(-5.55)
+    assert (nll.group, nll.value) == ("PubMed, 100 NLL, scaled", pytest.approx(-4.45))
+    assert "| PubMed | uniform | 5 | 8 / 8 | -5.55" in module.table(module.read(tmp_path))
 
 
 def test_exact_marginal_is_above_soft_with_each_seed():

@@ -1,10 +1,14 @@
 """Comparisons with equal search: every kind has as many settings, validation chooses, no cell is run twice."""
 
+import csv
 import math
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from language_files import call, sentiment_data
 from rich.console import Console
 
 from bayesattn.files import RunError
@@ -146,3 +150,42 @@ def test_language_study_gives_every_kind_eight_settings_and_the_papers_own_k(tas
             tuned._config(Key(kind.config, (*kind.fixed, *setting), (0,)))
     shapes = {float(setting[0].partition("=")[2]) for setting in kinds["BAM-WC"].grid}
     assert {1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, float(tuned.PAPER_K[task])} == shapes
+
+
+def test_the_language_search_runs_from_the_command_line(tmp_path, monkeypatch):
+    def cell(key, data):
+        # the more dropout, and the larger k, the better
+        score = sum(
+            float(setting.rpartition("=")[2]) for setting in key.settings if "dropout" in setting or "_k=" in setting
+        )
+        found = {"validation_nll": 1.0 / (1.0 + score) + 0.01 * key.seeds[0] ** 2}
+        return dict.fromkeys(
+            ("mean", "dropout", "attention"), found | dict.fromkeys(tuned.MEASURES, 0.5 + 0.1 * key.seeds[0])
+        )
+
+    monkeypatch.setattr(tuned, "prepare_run", lambda config, data: SimpleNamespace(encoder=config.encoder))
+    monkeypatch.setattr(tuned, "unpacked", lambda encoder: nullcontext())
+    monkeypatch.setattr(tuned, "run_cell", cell)
+    assert call("reproduce", "language", "--search", "--tasks", "mrpc", "--seeds", 3, "--out", tmp_path) == 0
+    with (tmp_path / "language-tuned.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows[:5]] == list(tuned.kinds("mrpc"))
+    assert {row["settings_tried"] for row in rows} == {"8"}
+    chosen = {row["kind"]: row["setting"] for row in rows}
+    assert chosen["soft"] == "dropout=0.3 attention_dropout=0.1"
+    assert chosen["BAM-WC"] == "attention.weibull_k=100"
+    assert "| mrpc | BAM-WC | 3 | 8 |" in (tmp_path / "language-tuned.md").read_text()
+
+
+def test_a_search_refuses_variants(tmp_path, capsys):
+    assert call("reproduce", "language", "--search", "--variants", "soft", "--out", tmp_path) == 2
+    assert "Leave variants and noise out" in capsys.readouterr().err
+
+
+def test_cell_of_the_language_search_has_every_measure():
+    tiny = ("encoder=tiny", "training.steps=2", "max_length=16", "train_size=64")
+    for variant, drawn in (("soft", "dropout"), ("BAM-WC", "attention")):
+        found = tuned.run_cell(Key("own", (f"attention.variant={variant}", *tiny), (0,)), sentiment_data())
+        assert found.keys() == {"mean", drawn}
+        for values in found.values():
+            assert {*tuned.MEASURES, "validation_nll"} <= values.keys()

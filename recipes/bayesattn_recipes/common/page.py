@@ -157,6 +157,24 @@ def effect_table(page: Page) -> str:
     return markdown(header, rows)
 
 
+def side_by_side(effects: Sequence[Effect], measures: Sequence[str], digits: int) -> str:
+    """Return a table with one line per data set and kind, its measures side by side.
+
+    Args:
+        effects: Their groups are "data set, measure".
+        measures: In the order of the effects of a data set.
+        digits: Decimal places of the differences.
+    """
+    lines: dict[tuple[str, str], list[str]] = {}
+    for effect in effects:
+        dataset = next(effect.group.removesuffix(f", {name}") for name in measures if effect.group.endswith(f", {name}"))
+        line = lines.setdefault((dataset, effect.kind), [dataset, effect.kind, str(effect.runs), effect.search])
+        half = (effect.high - effect.low) / 2
+        line += [f"{effect.value:+.{digits}f} ± {half:.{digits}f}", show_p(effect.holm)]
+    header = ["data set", "attention", "pairs", "settings tried: soft / this"]
+    return markdown(header + [cell for name in measures for cell in (name, "p, Holm")], list(lines.values()))
+
+
 def forest(page: Page, path: Path) -> None:
     """Draw the differences with their intervals, grouped by data set, and the paper's gains; readable at 700 pixels."""
     drawn = [effect for effect in page.effects if effect.is_drawn]

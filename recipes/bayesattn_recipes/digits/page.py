@@ -4,7 +4,6 @@ import itertools
 from pathlib import Path
 
 from bayesattn_recipes.common import page as pages
-from bayesattn_recipes.common.tables import markdown, show_p
 from bayesattn_recipes.digits.reproduce import KINDS, NOISE
 
 # title: condition, column and the factor of what is shown; less NLL is better
@@ -33,15 +32,8 @@ def read(folder: Path) -> pages.Page:
 
 
 def table(page: pages.Page) -> str:
-    """Return the table of the page: one line per data set and kind, its measures side by side."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for effect in page.effects:
-        dataset, kind = effect.group.partition(", ")[0], effect.kind
-        line = lines.setdefault((dataset, kind), [dataset, kind, str(effect.runs), effect.search])
-        half = (effect.high - effect.low) / 2
-        line += [f"{effect.value:+.{page.digits}f} ± {half:.{page.digits}f}", show_p(effect.holm)]
-    header = ["data set", "attention", "pairs", "settings tried: soft / this"]
-    return markdown(header + [cell for group in GROUPS for cell in (group, "p, Holm")], list(lines.values()))
+    """Return the table of the page."""
+    return pages.side_by_side(page.effects, tuple(GROUPS), page.digits)
 
 
 def rebuild(folder: Path) -> Path:

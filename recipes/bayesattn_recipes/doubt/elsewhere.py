@@ -261,7 +261,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def page_tables(rows: Sequence[Row]) -> tuple[str, str]:
-    """Return the tables of the results page: of answers, and of sentences, these by rank correlation with one measure each."""
+    """Return the tables of the results page: of answers, and of sentences, by rank correlation with one measure each."""
     tasks = {task for part in SENTENCES for task in PARTS[part]}
     shown = ("Spearman with chrF", "Spearman with CIDEr")
     sentences_alone = [row for row in rows if row["task"] in tasks and row["measure"] in shown]

@@ -1,5 +1,7 @@
 """The page of graph results from its CSV files."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 from bayesattn_recipes.common import page as pages
@@ -7,10 +9,13 @@ from bayesattn_recipes.graph.reproduce import DATASETS, PAPER
 
 NAMES = {"nokl": "BAM-NOKL", "lf": "BAM-LF", "lc": "BAM-LC", "wf": "BAM-WF", "wc": "BAM-WC"}
 TITLES = {"cora": "Cora", "citeseer": "Citeseer", "pubmed": "PubMed"}
+PUBLIC = "public split"
+# measure of the random splits: column, factor of what is shown; less NLL is better
+MEASURES = {"accuracy": ("accuracy", 100.0), "100 NLL, scaled": ("scaled_nll", -100.0)}
 
 
 def read(folder: Path) -> pages.Page:
-    """Return the differences in accuracy: the paper's settings on the public split, and random splits with equal search.
+    """Return the differences: accuracy with the paper's settings on the public split, and random splits with equal search.
 
     The latter only where `reproduce graph --splits` has written its CSV file there.
     """
@@ -23,20 +28,28 @@ def read(folder: Path) -> pages.Page:
         }
         for variant, name in NAMES.items():
             gain = PAPER[variant][place] - PAPER["soft"][place]
-            group = f"{TITLES[dataset]}, public split"
-            options = {"search": "the paper's", "paper": gain, "scale": 100.0, "is_drawn": variant in ("nokl", "wc")}
+            group = f"{TITLES[dataset]}, {PUBLIC}"
+            options = {"search": "the paper's", "paper": gain, "scale": 100.0, "is_drawn": variant == "wc"}
             found.append(pages.compare(group, name, by_variant[variant], by_variant["soft"], **options))
     splits = pages.read_rows(folder / "graph-splits.csv")
-    for dataset in DATASETS:
+    for dataset, (measure, (column, scale)) in itertools.product(DATASETS, MEASURES.items()):
         inside = [row for row in splits if row["dataset"] == dataset]
         of_kind = {kind: [row for row in inside if row["kind"] == kind] for kind in dict.fromkeys(r["kind"] for r in inside)}
-        accuracy = {kind: {int(r["seed"]): float(r["accuracy"]) for r in rows} for kind, rows in of_kind.items()}
+        values = {kind: {int(r["seed"]): float(r[column]) for r in rows} for kind, rows in of_kind.items()}
         for kind, rows in of_kind.items():
             if kind != "soft":
-                options = {"search": f"{of_kind['soft'][0]['settings_tried']} / {rows[0]['settings_tried']}", "scale": 100.0}
-                group = f"{TITLES[dataset]}, random splits"
-                found.append(pages.compare(group, kind, accuracy[kind], accuracy["soft"], **options))
-    return pages.Page(pages.corrected(found), "Graphs: accuracy", "percentage points")
+                search = f"{of_kind['soft'][0]['settings_tried']} / {rows[0]['settings_tried']}"
+                group = f"{TITLES[dataset]}, {measure}"
+                found.append(pages.compare(group, kind, values[kind], values["soft"], search=search, scale=scale))
+    return pages.Page(pages.corrected(found), "Graph attention networks", "percentage points; hundredths of a nat")
+
+
+def table(page: pages.Page) -> str:
+    """Return the tables of the page: the paper's settings, then the random splits."""
+    public = [effect for effect in page.effects if effect.group.endswith(PUBLIC)]
+    splits = [effect for effect in page.effects if not effect.group.endswith(PUBLIC)]
+    found = pages.effect_table(replace(page, effects=tuple(public)))
+    return f"{found}\n{pages.side_by_side(splits, tuple(MEASURES), page.digits)}" if splits else found
 
 
 def _of(row: dict[str, str], dataset: str, variant: str) -> bool:
@@ -45,4 +58,5 @@ def _of(row: dict[str, str], dataset: str, variant: str) -> bool:
 
 def rebuild(folder: Path) -> Path:
     """Write the figure and the table of the page."""
-    return pages.rebuild(folder, "graph", read(folder))
+    page = read(folder)
+    return pages.rebuild(folder, "graph", page, table(page))

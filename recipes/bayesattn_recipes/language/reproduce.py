@@ -24,6 +24,7 @@ from bayesattn_recipes.common import parallel
 from bayesattn_recipes.common.folders import make_run_folder, write_log
 from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, RUNS_FOLDER, Runs, cell_path, deadline_after, run_missing
 from bayesattn_recipes.common.tables import Cells, choose, read_cell, write_cell
+from bayesattn_recipes.language import tuned
 from bayesattn_recipes.language.measure import measure_run, write_answers
 from bayesattn_recipes.language.model import unpacked
 from bayesattn_recipes.language.predictor import Predictor
@@ -72,6 +73,7 @@ def reproduce(
     minutes: float | None = None,
     settings: Sequence[str] = (),
     noise: tuple[float, ...] = (),
+    search: bool = False,
 ) -> Path:
     """Run what is missing and write the tables.
 
@@ -87,6 +89,7 @@ def reproduce(
         minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
         settings: `name=value`, on top of every config.
         noise: Strengths of the shifted test sets; none by default, because they multiply the time of evaluation.
+        search: Compare kinds of attention with settings chosen from equally many (`tuned.py`).
 
     Returns:
         The Markdown file.
@@ -94,6 +97,12 @@ def reproduce(
     Raises:
         RunError: Some runs failed. The others are in the tables, and the tracebacks in the folder `failures`.
     """
+    if search:
+        if variants is not None or noise:
+            raise ValueError("a search compares all its kinds on the dev sets alone. Leave variants and noise out")
+        tasks = choose("tasks", names, tuned.TASKS)
+        options = {"settings": tuple(settings), "jobs": jobs, "minutes": minutes}
+        return tuned.compare(tasks, num_seeds=num_seeds, data=data, out=out, console=console, **options)
     known = LANGUAGE.config_names
     names = choose("tasks", names, known, [name for name in known if name in TASKS and name != "own"])
     rows = choose("variants", variants, list(ROWS))

@@ -209,6 +209,10 @@ def reproduce(
     splits: Annotated[
         int | None, typer.Option(min=1, help="Random splits in place of the public one, for recipes that can.")
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Choose the settings of every row from equally many, for recipes that can."),
+    ] = False,
     from_csv: Annotated[
         Path | None,
         typer.Option(help="Train nothing: rebuild figure and table of the results page in this folder from its CSV files."),
@@ -225,7 +229,7 @@ def reproduce(
     module = registry.find(recipe).load("reproduce")
     names, chosen = (None if text is None else text.split(",") for text in (only, variants))
     given = {"jobs": jobs if jobs > 1 else None, "minutes": minutes, "settings": settings or None, "splits": splits}
-    given["noise"] = None if noise is None else _numbers("noise", noise)
+    given |= {"noise": None if noise is None else _numbers("noise", noise), "search": search or None}
     options = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(options.keys() - inspect.signature(module.reproduce).parameters.keys())
     if unknown:
