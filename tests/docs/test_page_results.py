@@ -15,7 +15,11 @@ from bayesattn_recipes.common import page as pages
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 # recipe: the differences that its page may call clear, as (data set, kind, is better)
 CLEAR = {
-    "graph": set(),
+    "graph": {
+        ("Cora, splits, 100 NLL, scaled", "ensemble of 3", True),
+        ("Cora, splits, 100 NLL, scaled", "BAM-WC", True),
+        ("Citeseer, splits, 100 NLL, scaled", "BAM-NOKL", False),
+    },
     "language": set(),
     "translation": {("Multi30k, mean of 4 tests", "exact marginal", True)},
     "captioning": {("shapes, 3 beams", "BAM-LF", False), ("shapes, controls", "Gaussian weights", False)},
@@ -114,11 +118,12 @@ def test_graph_page_takes_random_splits_where_they_have_been_run(tmp_path):
     module = importlib.import_module("bayesattn_recipes.graph.page")
     *public, accuracy, nll = module.read(tmp_path).effects
     assert len(public) == 15
-    assert (accuracy.group, accuracy.kind, accuracy.runs, accuracy.search) == ("PubMed, accuracy", "uniform", 5, "8 / 8")
+    assert accuracy.group == "PubMed, splits, accuracy"
+    assert (accuracy.kind, accuracy.runs, accuracy.search) == ("uniform", 5, "8 / 8")
     # −5 points, and on average −0.05 × 11 more; the NLL is 5 hundredths higher, less 0.05 × 11 of them
     assert accuracy.value == pytest.approx(-5.55)
-    assert (nll.group, nll.value) == ("PubMed, 100 NLL, scaled", pytest.approx(-4.45))
-    assert "| PubMed | uniform | 5 | 8 / 8 | -5.55" in module.table(module.read(tmp_path))
+    assert (nll.group, nll.value) == ("PubMed, splits, 100 NLL, scaled", pytest.approx(-4.45))
+    assert "| PubMed, splits | uniform | 5 | 8 / 8 | -5.55" in module.table(module.read(tmp_path))
 
 
 def test_exact_marginal_is_above_soft_with_each_seed():
@@ -169,3 +174,9 @@ def test_a_negative_scale_turns_what_is_better_when_smaller():
     found = pages.compare("g", "k", {0: 1.0, 1: 2.1, 2: 3.0}, {0: 2.0, 1: 3.0, 2: 4.0}, search="–", scale=-10.0)
     assert found.value == pytest.approx(29 / 3)
     assert found.baseline == pytest.approx(30.0)
+
+
+def test_uniform_attention_is_level_with_soft_on_every_graph():
+    found = [effect for effect in read("graph").effects if effect.kind == "uniform"]
+    assert len(found) == 6
+    assert all(effect.runs == 20 and effect.low < 0.0 < effect.high for effect in found)

@@ -39,7 +39,7 @@ def read(folder: Path) -> pages.Page:
         for kind, rows in of_kind.items():
             if kind != "soft":
                 search = f"{of_kind['soft'][0]['settings_tried']} / {rows[0]['settings_tried']}"
-                group = f"{TITLES[dataset]}, {measure}"
+                group = f"{TITLES[dataset]}, splits, {measure}"
                 found.append(pages.compare(group, kind, values[kind], values["soft"], search=search, scale=scale))
     return pages.Page(pages.corrected(found), "Graph attention networks", "percentage points; hundredths of a nat")
 
