@@ -112,7 +112,7 @@ def through_edges(scores: Float[Tensor, "e h"], edges: Edges, module: nn.Module)
 
 
 def through_attention(
-    output: Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"],
+    output: Float[Tensor, "b _ _ dv"],
     query: Float[Tensor, "b h m d"],
     key: Float[Tensor, "b hk n d"],
     value: Float[Tensor, "b hk n dv"],
@@ -120,7 +120,7 @@ def through_attention(
     *,
     heads_last: bool = False,
     **options: Any,
-) -> Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"]:
+) -> Float[Tensor, "b _ _ dv"]:
     """Return the output of a dot-product attention as it is, and add the call to the open scope.
 
     Args:

@@ -170,7 +170,7 @@ class HostedAttention(BayesianModule):
 
     def finish_mean(
         self,
-        output: Float[Tensor, "b h m dv"],
+        output: Float[Tensor, "b _ _ dv"],
         query: Float[Tensor, "b h m d"],
         key: Float[Tensor, "b hk n d"],
         value: Float[Tensor, "b hk n dv"],
@@ -181,7 +181,7 @@ class HostedAttention(BayesianModule):
         scale: float,
         softcap: float | None = None,
         heads_last: bool = False,
-    ) -> Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"]:
+    ) -> Float[Tensor, "b _ _ dv"]:
         """Return the output that the host computed without sampling; KL, sensitivity, statistics go to the open scopes.
 
         With `heads_last` the output has its heads after the queries.

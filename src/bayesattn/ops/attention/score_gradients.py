@@ -49,7 +49,7 @@ class ScoreGradients:
     query: Float[Tensor, "b h m d"]
     key: Float[Tensor, "b hk n d"]
     value: Float[Tensor, "b hk n dv"]
-    output: Float[Tensor, "b h m dv"] | Float[Tensor, "b m h dv"]
+    output: Float[Tensor, "b _ _ dv"]
     heads_last: bool = False
     mask: Bool[Tensor, "..."] | None = None
     bias: Float[Tensor, "..."] | None = None
@@ -95,7 +95,7 @@ class ScoreGradients:
         return *facts, self.heads_last, mask, self.is_causal, self.scale, self.softcap
 
 
-def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b h m dv"]]]) -> list[Float[Tensor, "b h n"]]:
+def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b _ _ dv"]]]) -> list[Float[Tensor, "b h n"]]:
     """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs; those of one kind as one batch.
 
     Layers of small batches take longer to launch than to compute.
