@@ -69,6 +69,49 @@ def test_equals_reference_with_the_same_noise(monkeypatch, variant, preset, mask
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("block_entries", [blocked.BLOCK_ENTRIES, 100, 1])
+@pytest.mark.parametrize("variant", ["BAM-WC", "BAM-NOKL"])
+def test_short_sequences_keep_their_blocks_and_give_the_same_bits(monkeypatch, variant, block_entries):
+    monkeypatch.setattr(blocked, "BLOCK_ENTRIES", block_entries)
+    config = ba.AttentionConfig(variant, weibull_k=2.0)
+    b, h, m, n, d = 2, 3, 7, 5, 11
+    query, key, value = (torch.randn(b, h, length, d, requires_grad=True) for length in (m, n, n))
+    mask = torch.rand(b, 1, m, n) > 0.3
+    mask[0, 0, 3] = False
+    upstream = torch.randn(b, h, m, d)
+    log_prior = torch.randn(b, h, 1, n).log_softmax(-1) if config.has_kl else None
+    found = {}
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr(blocked, "_may_keep", lambda *args, **kwargs: False)
+        torch.manual_seed(0)
+        drawn = []
+        draw = noise.log_noise
+        with monkeypatch.context() as patch:
+            patch.setattr(noise, "log_noise", lambda *args, draw=draw, to=drawn, **kwargs: to.append(1) or draw(*args, **kwargs))
+            output, kl = attention(query, key, value, config=config, mask=mask, log_prior=log_prior, backend="blocked")
+            loss = (output * upstream).sum() + kl.sum()
+            first = torch.autograd.grad(loss, [query, key, value], retain_graph=True)
+            num_draws = len(drawn)
+            second = torch.autograd.grad(loss, [query, key, value])
+        blocks = num_draws if keeps else num_draws // 2
+        assert len(drawn) == (blocks if keeps else 3 * blocks), "kept blocks are not drawn again"
+        assert all(map(torch.equal, first, second)), "a backward pass must leave what was kept as it is"
+        found[keeps] = [output, kl, *first]
+    assert all(map(torch.equal, found[True], found[False]))
+
+
+@pytest.mark.parametrize("length", [20, 400])
+def test_what_is_kept_is_no_larger_than_the_inputs(length):
+    query, key, value = (torch.randn(1, 2, length, 11, requires_grad=True) for _ in range(3))
+    config = ba.AttentionConfig("BAM-WF", weibull_k=2.0)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        attention(query, key, value, config=config, backend="blocked")
+    # query, key, value and output, as much again, and what the KL keeps
+    assert sum(saved) < 3 * 4 * query.numel()
+
+
 def test_auto_takes_the_blocked_backend_and_manual_seed_governs_it(monkeypatch):
     calls = []
     original = blocked.attention

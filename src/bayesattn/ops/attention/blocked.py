@@ -1,8 +1,8 @@
-"""Stochastic attention on a CPU, one cache-sized block of rows at a time; nothing of size m × n is kept.
+"""Stochastic attention on a CPU, one cache-sized block of rows at a time.
 
-Same mathematics as `reference.py`, written as one autograd function: the backward pass recomputes each block from
-query and key and draws its noise again. On a CPU that saves time as well as memory, because the reference's many
-passes over m × n arrays are bound by page faults.
+Same mathematics as `reference.py`, written as one autograd function. The backward pass of long sequences recomputes each
+block from query and key and draws its noise again, so nothing of size m × n is kept. Short sequences keep their blocks,
+which are then no larger than query, key, value and output together.
 
 The function returns the output and the log-sum-exp of the clean scores, which is all that the Weibull KL needs.
 """
@@ -41,7 +41,8 @@ def attention(
     key, value = expand_heads(key, h), expand_heads(value, h)
     closed, dead = _closed(allowed, query.device)
     flat = (x.reshape(b * h, *x.shape[2:]) for x in (query, key, value))
-    output, lse = _BlockedAttention.apply(*flat, closed, dead, config, scale, int(noise.draw_seed()), need_kl)
+    keeps = torch.is_grad_enabled() and _may_keep(query, key, value, num_arrays=1 + need_kl)
+    output, lse = _BlockedAttention.apply(*flat, closed, dead, config, scale, int(noise.draw_seed()), need_kl, keeps)
     kl = None
     if need_kl:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
@@ -54,38 +55,55 @@ class _BlockedAttention(torch.autograd.Function):
     """O, LSE = softmax(Φ + log-noise) V, logsumexp(Φ) with Φ = scale · Q Kᵀ; batch and heads in one axis."""
 
     @staticmethod
-    def forward(ctx, query, key, value, closed, dead, config, scale, seed, need_lse):
+    def forward(ctx, query, key, value, closed, dead, config, scale, seed, need_lse, keeps):
         output = query.new_empty((*query.shape[:2], value.shape[-1]))
         lse = query.new_zeros(query.shape[:2])
+        kept = []
         for at, scores, weights in _blocks(query, key, closed, dead, config, scale, seed):
-            output[at] = torch.bmm(weights, value[at[0]])
+            torch.bmm(weights, value[at[0]], out=output[at])
             if need_lse and scores.shape[-1]:
                 lse[at] = torch.logsumexp(scores, dim=-1)
+            if keeps:
+                kept += [weights, scores] if need_lse else [weights]
         if dead is not None:
             lse.masked_fill_(dead.squeeze(-1), 0.0)
-        ctx.save_for_backward(query, key, value, closed, dead, output, lse)
+        ctx.save_for_backward(query, key, value, closed, dead, output, lse, *kept)
         ctx.options, ctx.need_lse = (config, scale, seed), need_lse
         return output, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output, grad_lse):
-        query, key, value, closed, dead, output, lse = ctx.saved_tensors
+        query, key, value, closed, dead, output, lse, *kept = ctx.saved_tensors
+        has_rows = query.shape[1] > 0
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+        grad_key, grad_value = (torch.empty_like(x) if has_rows else torch.zeros_like(x) for x in (key, value))
         # Σ_j W_ij dW_ij = O_i · dO_i, so the softmax's backward needs no row sum
         delta = (output * grad_output).sum(dim=-1, keepdim=True)
         scale = ctx.options[1]
-        for at, scores, weights in _blocks(query, key, closed, dead, *ctx.options):
-            heads = at[0]
-            grad_value[heads].baddbmm_(weights.transpose(1, 2), grad_output[at])
+        if kept:
+            places = _places(query, key)
+            blocks = zip(places, kept[1::2], kept[::2]) if ctx.need_lse else zip(places, kept, kept)
+        else:
+            blocks = _blocks(query, key, closed, dead, *ctx.options)
+        for at, scores, weights in blocks:
+            heads, rows = at
+            # the first rows overwrite what the memory held
+            beta = 0.0 if rows.start == 0 else 1.0
+            grad_value[heads].baddbmm_(weights.transpose(1, 2), grad_output[at], beta=beta)
             grad_scores = torch.bmm(grad_output[at], value[heads].transpose(1, 2)).sub_(delta[at]).mul_(weights)
             if ctx.need_lse:
                 # d LSE_i / d Φ_ij is the clean weight
-                grad_scores += scores.sub_(lse[at].unsqueeze(-1)).exp_().mul_(grad_lse[at].unsqueeze(-1))
-            grad_query[at] = torch.bmm(grad_scores, key[heads]).mul_(scale)
-            grad_key[heads].baddbmm_(grad_scores.transpose(1, 2), query[at], alpha=scale)
-        return grad_query, grad_key, grad_value, None, None, None, None, None, None
+                grad_scores += (scores - lse[at].unsqueeze(-1)).exp_().mul_(grad_lse[at].unsqueeze(-1))
+            torch.bmm(grad_scores, key[heads], out=grad_query[at]).mul_(scale)
+            grad_key[heads].baddbmm_(grad_scores.transpose(1, 2), query[at], beta=beta, alpha=scale)
+        return grad_query, grad_key, grad_value, *[None] * 7
+
+
+def _may_keep(query: Tensor, key: Tensor, value: Tensor, num_arrays: int) -> bool:
+    """Whether so many arrays of m × n are no larger than query, key, value and output, which are kept anyway."""
+    m, n = query.shape[-2], key.shape[-2]
+    return num_arrays * m * n <= (m + n) * (query.shape[-1] + value.shape[-1])
 
 
 def _closed(allowed: Allowed, device: torch.device) -> tuple[Bool[Tensor, "bh #m n"] | None, Bool[Tensor, "bh #m 1"] | None]:
@@ -106,21 +124,26 @@ def _blocks(
 
     Entries that do not exist have the score −inf, which noise does not change, and so the weight 0.
     """
-    (heads, m, _), n = query.shape, key.shape[1]
     generator = torch.Generator().manual_seed(seed)
+    for at in _places(query, key):
+        scores = torch.bmm(query[at] * scale, key[at[0]].transpose(1, 2))
+        if closed is not None:
+            scores.masked_fill_(_part(closed, at), -math.inf)
+        shape = (1, *scores.shape)
+        log_noise = noise.log_noise(None, shape, config, dtype=scores.dtype, generator=generator)[0]
+        weights = torch.softmax(log_noise.add_(scores), dim=-1)
+        # the softmax of a row without keys is NaN; it is overwritten and has no gradient
+        yield at, scores, weights if dead is None else weights.masked_fill_(_part(dead, at), 0.0)
+
+
+def _places(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield heads and rows of every block."""
+    (heads, m, _), n = query.shape, key.shape[1]
     rows = max(1, min(m, BLOCK_ENTRIES // max(n, 1)))
     step = max(1, BLOCK_ENTRIES // max(rows * n, 1)) if rows == m else 1
     for first in range(0, heads, step):
         for top in range(0, m, rows):
-            at = slice(first, first + step), slice(top, top + rows)
-            scores = torch.bmm(query[at] * scale, key[at[0]].transpose(1, 2))
-            if closed is not None:
-                scores.masked_fill_(_part(closed, at), -math.inf)
-            shape = (1, scores.shape[0], scores.shape[1], n)
-            log_noise = noise.log_noise(None, shape, config, dtype=scores.dtype, generator=generator)[0]
-            weights = torch.softmax(log_noise.add_(scores), dim=-1)
-            # the softmax of a row without keys is NaN; it is overwritten and has no gradient
-            yield at, scores, weights if dead is None else weights.masked_fill_(_part(dead, at), 0.0)
+            yield slice(first, first + step), slice(top, top + rows)
 
 
 def _part(mask: Tensor, at: tuple[slice, slice]) -> Tensor:
