@@ -1,5 +1,7 @@
 """The blocked CPU backend against the reference with the same noise: output, KL and every gradient."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -85,17 +87,15 @@ def test_short_sequences_keep_their_blocks_and_give_the_same_bits(monkeypatch, v
         if not keeps:
             monkeypatch.setattr(blocked, "_may_keep", lambda *args, **kwargs: False)
         torch.manual_seed(0)
-        drawn = []
-        draw = noise.log_noise
         with monkeypatch.context() as patch:
-            patch.setattr(noise, "log_noise", lambda *args, draw=draw, to=drawn, **kwargs: to.append(1) or draw(*args, **kwargs))
+            count = mock.Mock(side_effect=noise.log_noise)
+            patch.setattr(noise, "log_noise", count)
             output, kl = attention(query, key, value, config=config, mask=mask, log_prior=log_prior, backend="blocked")
+            num_blocks = count.call_count
             loss = (output * upstream).sum() + kl.sum()
             first = torch.autograd.grad(loss, [query, key, value], retain_graph=True)
-            num_draws = len(drawn)
             second = torch.autograd.grad(loss, [query, key, value])
-        blocks = num_draws if keeps else num_draws // 2
-        assert len(drawn) == (blocks if keeps else 3 * blocks), "kept blocks are not drawn again"
+        assert count.call_count == (num_blocks if keeps else 3 * num_blocks), "what is kept is not drawn again"
         assert all(map(torch.equal, first, second)), "a backward pass must leave what was kept as it is"
         found[keeps] = [output, kl, *first]
     assert all(map(torch.equal, found[True], found[False]))

@@ -129,7 +129,7 @@ def _blocks(
         scores = torch.bmm(query[at] * scale, key[at[0]].transpose(1, 2))
         if closed is not None:
             scores.masked_fill_(_part(closed, at), -math.inf)
-        shape = (1, *scores.shape)
+        shape = (1, scores.shape[0], scores.shape[1], scores.shape[2])
         log_noise = noise.log_noise(None, shape, config, dtype=scores.dtype, generator=generator)[0]
         weights = torch.softmax(log_noise.add_(scores), dim=-1)
         # the softmax of a row without keys is NaN; it is overwritten and has no gradient
