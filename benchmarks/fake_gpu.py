@@ -39,7 +39,7 @@ from bayesattn.ops.common import launch, tape
 from bayesattn.ops.prior import triton as prior_ops
 
 VARIANTS: tuple[Variant, ...] = ("soft", "BAM-NOKL", "BAM-WC", "BAM-LC")
-LAYERS, BATCH, HEADS, LENGTH, FEATURES = 12, 2, 6, 8, 8
+LAYERS, BATCH, HEADS, LENGTH, FEATURES = 12, 2, 6, 8, 16
 
 
 def _triton(*_: object) -> str:
