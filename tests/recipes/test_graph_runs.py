@@ -211,7 +211,7 @@ def test_demo_prints_one_row_per_attention_and_prediction(tmp_path, monkeypatch)
     text = console.export_text()
     assert [folder.name for folder in folders] == [f"generated-{kind}-{seed}" for kind in ("soft", "wc") for seed in (0, 1)]
     # without a terminal there is no bar, but a line per model
-    assert text.startswith("graph: soft, seed 0\n")
+    assert text.startswith("graph: soft, seed 0: run 1 of 4\n")
     assert all(name in text for name in ("soft, no draws", "soft, MC dropout", "BAM-WC, no draws", "BAM-WC, draws"))
     # no cell is cut off at eighty columns
     assert "…" not in text

@@ -1,9 +1,15 @@
 """Many trainings at once: one that fails leaves the others alone, and work stops when its time is over."""
 
+import io
 import os
 import time
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
+from bayesattn.files import RunError
+from bayesattn_recipes.common.demo import run_side_by_side
 from bayesattn_recipes.common.parallel import MOST_FAILURES, run_all, warm_up
 from bayesattn_recipes.common.reproduce import deadline_after
 
@@ -41,6 +47,15 @@ def test_failed_entry_does_not_stop_the_others(tmp_path):
     assert (outcome.done, list(outcome.failures), outcome.left) == (["a", "c"], ["b"], [])
     assert names_in(tmp_path) == ["a", "c"]
     assert outcome.reasons() == "1 failed, the first b: ValueError: b is bad"
+
+
+def test_demo_ends_with_the_error_of_a_run_after_the_others_have_finished(tmp_path):
+    console, ended = Console(file=io.StringIO()), []
+    work = {name: (str(tmp_path), name, name == "b") for name in "abc"}
+    with pytest.raises(RunError, match="not complete: 1 failed, the first b: ValueError: b is bad"):
+        run_side_by_side(fail_if, work, console, on_end=ended.append)
+    assert sorted(ended) == ["a", "b", "c"]
+    assert names_in(tmp_path) == ["a", "c"]
 
 
 def test_killed_process_costs_no_entry(tmp_path):

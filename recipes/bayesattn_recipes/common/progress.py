@@ -9,12 +9,6 @@ from rich.progress import Progress
 from bayesattn.cli.progress import progress
 
 
-def say_without_bar(console: Console, line: str) -> None:
-    """Print a line of progress where there is no terminal to show a bar in."""
-    if not console.is_terminal:
-        console.print(line, soft_wrap=True, highlight=False)
-
-
 class RunDisplay:
     """Shows which run of a table is in progress: in a terminal a bar, in a file a line per run.
 

@@ -29,8 +29,11 @@ def demo(
     attention are trained side by side. The data are embedded.
     """
     # before the imports, which take seconds
-    console.print("Small models are trained on embedded data; this takes some minutes.", highlight=False)
+    console.print("Small models are trained on embedded data; this takes one to two minutes.", highlight=False)
     start = time.perf_counter()
+    from bayesattn_recipes.common import parallel
+
+    parallel.warm_up(["bayesattn_recipes.digits.demo", "bayesattn_recipes.graph.demo"])
     parts = [(registry.find(recipe), folder) for recipe, folder in (("digits", out), ("graph", out / "graph"))]
     folders = [
         run

@@ -9,19 +9,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bayesattn.cli.progress import progress
 from bayesattn.evaluation.aggregate import Summary, over_runs
 from bayesattn.evaluation.report import measure_run
 from bayesattn.evaluation.report.names import method_name
-from bayesattn.evaluation.runs import write_predictions
+from bayesattn.evaluation.runs import PREDICTIONS_FILE, write_predictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import write_json
 from bayesattn.scalars import check_count
-from bayesattn_recipes.common.progress import say_without_bar
-from bayesattn_recipes.digits.data import OUT_OF_DISTRIBUTION, SHIFTS, evaluation_splits
+from bayesattn_recipes.common.demo import run_side_by_side
+from bayesattn_recipes.digits.data import OUT_OF_DISTRIBUTION, SHIFTS
 from bayesattn_recipes.digits.doubt import show_doubt
 from bayesattn_recipes.digits.evaluate import available_methods, predict_run
-from bayesattn_recipes.digits.train import load_config, train_run
+from bayesattn_recipes.digits.train import DigitsConfig, load_config, train_run
 
 CONFIG_NAMES = ("soft", "wc")
 NOISE = (0.5, 1.0)
@@ -61,39 +60,36 @@ def run_demo(
     check_count("num_seeds", num_seeds)
     settings = [] if epochs is None else [f"training.epochs={epochs}"]
     configs = [(name, load_config(name, [*settings, f"seed={seed}"])) for name in CONFIG_NAMES for seed in range(num_seeds)]
-    folders, measured = [], []
-    with progress(console) as display, one_thread():
-        training = display.add_task("training", total=len(configs))
-        work = [len(evaluation_splits(config.train_size, NOISE)) for _, config in configs]
-        predicting = display.add_task("predicting", total=sum(work))
-        for name, config in configs:
-            folder = out / f"{name}-{config.seed}"
-            done = display.tasks[training].completed
-            say_without_bar(console, f"digits: {config.attention.variant}, seed {config.seed}")
-            train_run(
-                config,
-                folder,
-                lambda step, steps, done=done: display.update(training, completed=done + step / steps),
-                overwrite=True,
-            )
-            predictions = predict_run(
-                folder,
-                num_samples=num_samples,
-                noise=NOISE,
-                methods=available_methods(config),
-                on_progress=lambda done, total: display.advance(predicting),
-            )
-            write_predictions(folder, predictions)
-            folders.append(folder)
-            measured.append(measure_run(folder, num_resamples=0))
-            if len(folders) == num_seeds:
-                # the models with ordinary attention are trained by now; these are what most people have
-                show_doubt(folders, out / "figures", num_samples, console)
+    work = {
+        f"digits: {config.attention.variant}, seed {config.seed}": (config, out / f"{name}-{config.seed}", num_samples)
+        for name, config in configs
+    }
+    folders = [folder for _, folder, _ in work.values()]
+    # models with ordinary attention are what most people have; the others go on training meanwhile
+    ordinary = dict(zip([*work][:num_seeds], folders, strict=False))
+    missing = set(ordinary)
+
+    def show_once_trained(name: str) -> None:
+        missing.discard(name)
+        # a run that failed has written no predictions; its error is raised at the end
+        if name in ordinary and not missing and all((folder / PREDICTIONS_FILE).is_file() for folder in ordinary.values()):
+            with one_thread():
+                show_doubt([*ordinary.values()], out / "figures", num_samples, console)
+
+    run_side_by_side(train_and_predict, work, console, on_end=show_once_trained)
+    measured = [measure_run(folder, num_resamples=0) for folder in folders]
     summaries = summarize(measured)
     print_tables(summaries, num_seeds, num_samples, console)
     plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
     write_json(out / "summary.json", plain)
     return folders
+
+
+def train_and_predict(config: DigitsConfig, folder: Path, num_samples: int) -> None:
+    """Train one model and write its predictions."""
+    train_run(config, folder, overwrite=True)
+    methods = available_methods(config)
+    write_predictions(folder, predict_run(folder, num_samples=num_samples, noise=NOISE, methods=methods))
 
 
 def summarize(measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, Summary]]:

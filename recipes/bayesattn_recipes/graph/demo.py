@@ -7,16 +7,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bayesattn.cli.progress import progress
 from bayesattn.evaluation.aggregate import Summary, over_runs
 from bayesattn.evaluation.report import measure_run
 from bayesattn.evaluation.report.names import method_name
 from bayesattn.evaluation.runs import write_predictions
-from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import write_json
 from bayesattn.scalars import check_count
-from bayesattn_recipes.common.progress import say_without_bar
-from bayesattn_recipes.graph.config import load_config, load_config_graph
+from bayesattn_recipes.common.demo import run_side_by_side
+from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
 from bayesattn_recipes.graph.evaluate import available_methods, predict_run
 from bayesattn_recipes.graph.train import train_run
 
@@ -39,39 +37,32 @@ def run_demo(
     check_count("num_seeds", num_seeds)
     settings = [] if epochs is None else [f"training.epochs={epochs}"]
     rows: dict[str, dict[str, list[float]]] = {}
-    folders, nodes, labeled = [], 0, 0
-    with progress(console) as display, one_thread():
-        for name in CONFIG_NAMES:
-            config = load_config(name, settings)
-            graph = load_config_graph(config, None)
-            nodes, labeled = graph.num_nodes, len(graph.splits["train"])
-            own = [out / f"{name}-{seed}" for seed in range(num_seeds)]
-            task = display.add_task(f"training {config.attention.variant}", total=num_seeds)
-            for seed, folder in enumerate(own):
-                say_without_bar(console, f"graph: {config.attention.variant}, seed {seed}")
-                train_run(
-                    dataclasses.replace(config, seed=seed),
-                    folder,
-                    lambda at, of, seed=seed, task=task: display.update(task, completed=seed + at / of),
-                    overwrite=True,
-                )
-                display.update(task, completed=seed + 1)
-            task = display.add_task(f"predicting {config.attention.variant}", total=num_seeds)
-            for folder in own:
-                methods = available_methods(config)[:2]
-                write_predictions(folder, predict_run(folder, num_samples=num_samples, noise=(), methods=methods))
-                for method, result in measure_run(folder, num_resamples=0)["methods"].items():
-                    row = rows.setdefault(f"{config.attention.variant}, {method_name(method)}", {})
-                    for key in COLUMNS:
-                        if key in result["splits"]["test"]["metrics"]:
-                            row.setdefault(key, []).append(result["splits"]["test"]["metrics"][key]["value"])
-                display.advance(task)
-            folders += own
+    work: dict[str, tuple[GraphConfig, Path, int]] = {}
+    for name in CONFIG_NAMES:
+        config = load_config(name, settings)
+        for seed in range(num_seeds):
+            shown = f"graph: {config.attention.variant}, seed {seed}"
+            work[shown] = (dataclasses.replace(config, seed=seed), out / f"{name}-{seed}", num_samples)
+    run_side_by_side(train_and_predict, work, console)
+    for config, folder, _ in work.values():
+        for method, result in measure_run(folder, num_resamples=0)["methods"].items():
+            row = rows.setdefault(f"{config.attention.variant}, {method_name(method)}", {})
+            for key in COLUMNS:
+                if key in result["splits"]["test"]["metrics"]:
+                    row.setdefault(key, []).append(result["splits"]["test"]["metrics"][key]["value"])
+    graph = load_config_graph(load_config(CONFIG_NAMES[0]), None)
     summaries = {name: {key: over_runs(values) for key, values in row.items()} for name, row in rows.items()}
-    print_table(summaries, nodes, labeled, num_seeds, num_samples, console)
+    print_table(summaries, graph.num_nodes, len(graph.splits["train"]), num_seeds, num_samples, console)
     plain = {row: {key: dataclasses.asdict(cell) for key, cell in cells.items()} for row, cells in summaries.items()}
     write_json(out / "summary.json", plain)
-    return folders
+    return [folder for _, folder, _ in work.values()]
+
+
+def train_and_predict(config: GraphConfig, folder: Path, num_samples: int) -> None:
+    """Train one model and write its predictions."""
+    train_run(config, folder, overwrite=True)
+    methods = available_methods(config)[:2]
+    write_predictions(folder, predict_run(folder, num_samples=num_samples, noise=(), methods=methods))
 
 
 def print_table(
