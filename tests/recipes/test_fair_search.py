@@ -12,6 +12,7 @@ from language_files import call, sentiment_data
 from rich.console import Console
 
 from bayesattn.files import RunError
+from bayesattn_recipes.captioning import tuned as captions
 from bayesattn_recipes.common.search import (
     Key,
     Kind,
@@ -27,6 +28,7 @@ from bayesattn_recipes.digits import reproduce as digits
 from bayesattn_recipes.graph import splits as graph
 from bayesattn_recipes.language import tuned
 from bayesattn_recipes.vision.shapes import COLORS, make_shapes_world
+from bayesattn_recipes.vqa import tuned as questions
 
 KINDS = {
     "soft": Kind("soft", "mean", (("rate=1",), ("rate=2",))),
@@ -79,7 +81,7 @@ def test_search_without_time_says_what_is_missing(tmp_path):
         study(tmp_path, deadline=time.monotonic()).search(keys())
 
 
-@pytest.mark.parametrize("kinds", [digits.KINDS, graph.KINDS])
+@pytest.mark.parametrize("kinds", [digits.KINDS, graph.KINDS, captions.KINDS, questions.KINDS])
 def test_every_kind_of_a_study_has_as_many_settings(kinds):
     assert len({len(set(kind.grid)) for kind in kinds.values()}) == 1
 
@@ -169,7 +171,7 @@ def test_the_language_search_runs_from_the_command_line(tmp_path, monkeypatch):
     assert call("reproduce", "language", "--search", "--tasks", "mrpc", "--seeds", 3, "--out", tmp_path) == 0
     with (tmp_path / "language-tuned.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["kind"] for row in rows[:5]] == list(tuned.kinds("mrpc"))
+    assert list(dict.fromkeys(row["kind"] for row in rows)) == list(tuned.kinds("mrpc"))
     assert {row["settings_tried"] for row in rows} == {"8"}
     chosen = {row["kind"]: row["setting"] for row in rows}
     assert chosen["soft"] == "dropout=0.3 attention_dropout=0.1"
@@ -189,3 +191,44 @@ def test_cell_of_the_language_search_has_every_measure():
         assert found.keys() == {"mean", drawn}
         for values in found.values():
             assert {*tuned.MEASURES, "validation_nll"} <= values.keys()
+
+
+@pytest.mark.parametrize("recipe", [captions, questions])
+def test_settings_of_pictures_are_ones_that_the_configs_take_and_have_the_papers_own(recipe):
+    for name, kind in recipe.KINDS.items():
+        for setting in kind.grid:
+            recipe._config(Key(f"shapes-{kind.config}", (*kind.fixed, *setting), (0,)))
+        if name in ("BAM-WF", "BAM-WC"):
+            assert any("attention.gamma_beta=1e-6" in setting for setting in kind.grid)
+
+
+@pytest.mark.parametrize("recipe", [captions, questions])
+@pytest.mark.parametrize("kind", ["BAM-LC", "uniform"])
+def test_cells_of_pictures_have_every_measure(recipe, kind):
+    of_kind = recipe.KINDS[kind]
+    tiny = ("training.epochs=1", "training.batch_size=1500")
+    settings = (*of_kind.fixed, *of_kind.grid[-1], *tiny)
+    found = recipe.run_cell(Key(f"shapes-{of_kind.config}", settings, (0,)), None)[of_kind.method]
+    assert {*recipe.MEASURES, "validation_nll"} <= found.keys()
+    assert all(math.isfinite(value) for value in found.values())
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("captioning", captions), ("vqa", questions)])
+def test_searches_of_pictures_run_from_the_command_line(name, recipe, tmp_path, monkeypatch, capsys):
+    def cell(key, data):
+        # the last setting of every grid is best
+        grid = next(kind.grid for kind in recipe.KINDS.values() if f"shapes-{kind.config}" == key.config)
+        place = max(place for place, setting in enumerate(grid) if set(setting) <= set(key.settings))
+        return {"mean": dict.fromkeys(recipe.MEASURES, 0.5 + 0.1 * key.seeds[0]) | {"validation_nll": float(8 - place)}}
+
+    monkeypatch.setattr(recipe, "run_cell", cell)
+    assert call("reproduce", name, "--search", "--seeds", 2, "--out", tmp_path) == 0
+    with (tmp_path / f"{name}-tuned.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["kind"], row["setting"]) for row in rows} == {(k, " ".join(v.grid[-1])) for k, v in recipe.KINDS.items()}
+    assert {row["dataset"] for row in rows} == {"shapes"}
+    assert call("reproduce", name, "--search", "--variants", "soft", "--out", tmp_path) == 2
+    assert call("reproduce", name, "--jobs", 2, "--out", tmp_path) == 2
+    shown = capsys.readouterr().err
+    assert "Leave variants out" in shown
+    assert "jobs is for --search" in shown

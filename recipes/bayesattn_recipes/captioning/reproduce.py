@@ -16,18 +16,22 @@ from rich.console import Console
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.runs import read_run
 from bayesattn.files import write_bytes
+from bayesattn_recipes.captioning import tuned
 from bayesattn_recipes.captioning.data import CaptionData, DatasetName, load_data
-from bayesattn_recipes.captioning.scoring import MEASURES, score, tools
+from bayesattn_recipes.captioning.scoring import MEASURES, NO_PACKAGE, has_package, score, tools
 from bayesattn_recipes.captioning.train import (
     CONFIGS,
     CaptioningConfig,
     caption_split,
+    kept_row,
     load_config,
     load_run,
     search_options,
     train_run,
 )
+from bayesattn_recipes.common.parallel import warm_up
 from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after
+from bayesattn_recipes.common.search import Study
 from bayesattn_recipes.common.tables import (
     Cells,
     Column,
@@ -78,6 +82,8 @@ def reproduce(
     console: Console,
     minutes: float | None = None,
     settings: Sequence[str] = (),
+    search: bool = False,
+    jobs: int = 1,
 ) -> Path:
     """Train and measure what is missing, and write `captioning.md` and `captioning.csv`; returns the path of the former.
 
@@ -90,7 +96,22 @@ def reproduce(
         console: Where to print.
         minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
         settings: `name=value` on top of every config.
+        search: Compare kinds of attention with settings chosen from equally many (`tuned.py`); of shapes unless named.
+        jobs: Runs of a search at the same time, each in a process of its own.
     """
+    if search:
+        if variants is not None:
+            raise ValueError("a search compares all its kinds. Leave variants out")
+        if not has_package():
+            raise ValueError(f"a search scores captions by CIDEr, which {NO_PACKAGE}")
+        if jobs > 1:
+            warm_up([tuned.__name__])
+        study = Study(tuned.run_cell, tuned.identity, (data,), out, jobs, deadline_after(minutes), console)
+        options = {"search_seeds": tuned.SEARCH_SEEDS, "seeds": range(num_seeds), "prefix": True, "shared": tuple(settings)}
+        datasets = choose("datasets", names, get_args(DatasetName), ["shapes"])
+        return study.table("captioning-tuned", tuned.KINDS, datasets, tuned.MEASURES, tuned.COLUMNS, **options)
+    if jobs > 1:
+        raise ValueError("jobs is for --search; these runs use the whole machine. Leave it out")
     known: tuple[DatasetName, ...] = get_args(DatasetName)
     deadline, pages, rows = deadline_after(minutes), [], []
     for dataset in choose("datasets", names, known, at_hand(known, data)):
@@ -101,10 +122,10 @@ def reproduce(
         cells = collect(dataset, chosen, num_seeds, work, out, deadline=deadline, console=console)
         with console.status("scoring captions"):
             scored = score_cells(cells, found, out / "scores", dataset)
-        for search, table in scored.items():
-            pages.append(_page(f"{dataset}, {search}", table))
+        for decoding, table in scored.items():
+            pages.append(_page(f"{dataset}, {decoding}", table))
             rows += [
-                {"dataset": dataset, "search": search, "variant": VARIANTS[variant], "seed": seed, **_numbers(cell)}
+                {"dataset": dataset, "search": decoding, "variant": VARIANTS[variant], "seed": seed, **_numbers(cell)}
                 for variant, seeds in table.items()
                 for seed, cell in seeds.items()
             ]
@@ -136,8 +157,7 @@ class CaptioningRuns:
         searches = {"greedy search": {**options, "num_beams": 1}}
         if config.num_beams > 1:
             searches[f"{config.num_beams} beams"] = options
-        split, facts = self.data.splits["test"], read_run(folder)
-        kept = [row for row in log.rows if row["is_best"]][-1] if config.training.keep != "last" else log.rows[-1]
+        split, facts, kept = self.data.splits["test"], read_run(folder), kept_row(config, log)
         return {
             "captions": {name: caption_split(model, self.data, split, **found) for name, found in searches.items()},
             "validation_nll": kept["validation_nll"],

@@ -199,6 +199,11 @@ def fit(
         return runs.fit(config, lambda: build_experiment(config, data), on_progress)
 
 
+def kept_row(config: CaptioningConfig, log: MetricLog) -> dict[str, Any]:
+    """Return the measures of the epoch whose parameters were kept."""
+    return log.rows[-1] if config.training.keep == "last" else [row for row in log.rows if row["is_best"]][-1]
+
+
 def train_run(
     config: CaptioningConfig,
     out: Path,

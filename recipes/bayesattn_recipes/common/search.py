@@ -15,11 +15,17 @@ from rich.console import Console
 from torch import Tensor
 
 from bayesattn import metrics
-from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.measure import mean_logits
-from bayesattn.files import RunError
+from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.common.parallel import run_all
-from bayesattn_recipes.common.tables import markdown, paired, read_cell, show, show_p, write_cell
+from bayesattn_recipes.common.tables import (
+    Column,
+    markdown,
+    print_tables,
+    read_cell,
+    write_cell,
+    write_csv,
+)
 
 
 class Kind(NamedTuple):
@@ -55,6 +61,11 @@ class Key(NamedTuple):
 
 
 Cells = dict[Key, dict[str, Any]]
+SCALED = (
+    Column("accuracy", "accuracy", 100.0),
+    Column("NLL scaled", "scaled_nll", digits=3),
+    Column("AURC", "aurc", digits=4),
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,88 @@ class Study:
              "validation_nll": found[key][method]["validation_nll"]}
             for (dataset, kind, setting, seed), (key, method) in keys.items()
         ]  # fmt: skip
+
+    def compare(
+        self,
+        kinds: Mapping[str, Kind],
+        datasets: Sequence[str],
+        *,
+        search_seeds: Sequence[int],
+        seeds: Sequence[int],
+        measures: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
+        prefix: bool = False,
+        shared: tuple[str, ...] = (),
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Search, and train the best setting of every kind while there is time.
+
+        Args:
+            kinds: What is compared.
+            datasets: On which data sets.
+            search_seeds: Seeds of every setting, which are not reported.
+            seeds: Seeds of the best one.
+            measures: Turns a cell's measures by one method into the rows of a table.
+            prefix: Whether the names of configs begin with the data set.
+            shared: Settings of all runs.
+
+        Returns:
+            The score of every setting and seed; and the rows of the runs that are finished, by data set, kind and seed.
+
+        Raises:
+            RunError: There was no time for all runs of the search, or for any other.
+        """
+        search = self.search(search_keys(kinds, datasets, search_seeds, prefix=prefix, shared=shared))
+        keys = final_keys(kinds, search, datasets, seeds, prefix=prefix, shared=shared)
+        found = self.cells(key for key, _ in keys.values())
+        rows = [
+            {"dataset": dataset, "kind": kind, "seed": seed, "setting": setting, "settings_tried": len(kinds[kind].grid),
+             **{name: round(value, 6) if isinstance(value, float) else value for name, value in row.items()}}
+            for (dataset, kind, setting, seed), (key, method) in keys.items()
+            if key in found
+            for row in measures(found[key][method])
+        ]  # fmt: skip
+        if not rows:
+            raise RunError("no run has finished. Run the same command with more minutes to continue")
+        rows.sort(key=lambda row: (datasets.index(row["dataset"]), list(kinds).index(row["kind"]), row["seed"]))
+        return search, rows
+
+    def table(
+        self,
+        name: str,
+        kinds: Mapping[str, Kind],
+        datasets: Sequence[str],
+        measures: Sequence[str],
+        columns: Sequence[Column] = SCALED,
+        **options: Any,
+    ) -> Path:
+        """Compare kinds and write the files: the named measures of every run, and a table; options as for `compare`."""
+        search, rows = self.compare(
+            kinds, datasets, measures=lambda found: [{measure: found[measure] for measure in measures}], **options
+        )
+        return self.write(name, search, rows, columns)
+
+    def write(
+        self,
+        name: str,
+        search: Sequence[dict[str, Any]],
+        rows: Sequence[dict[str, Any]],
+        columns: Sequence[Column] = SCALED,
+        shown: Sequence[dict[str, Any]] | None = None,
+    ) -> Path:
+        """Write `NAME-search.csv`, `NAME.csv` and the table `NAME.md`, print the latter and return its path.
+
+        Args:
+            name: Of the files.
+            search: From `compare`, like `rows`.
+            rows: Of the CSV file.
+            columns: Of the table.
+            shown: Rows of the table; None takes all.
+        """
+        write_csv(self.out / f"{name}-search.csv", search)
+        write_csv(self.out / f"{name}.csv", rows)
+        text = comparison_table(rows if shown is None else shown, columns)
+        write_bytes(self.out / f"{name}.md", text.encode())
+        print_tables(self.console, text)
+        return self.out / f"{name}.md"
 
 
 def _run_cell(
@@ -232,11 +325,14 @@ def measure_scaled(
     return values | {f"scaled_{name}": after[name].value for name in ("nll", "ece")}
 
 
-def comparison_table(rows: Sequence[Mapping[str, Any]], *, baseline: str = "soft") -> str:
+def comparison_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[Column] = SCALED, *, baseline: str = "soft"
+) -> str:
     """Return a Markdown table: means over seeds, and paired differences to the baseline.
 
     Args:
         rows: One per data set, kind and seed, with `setting`, `settings_tried` and the measures.
+        columns: The measures that are shown.
         baseline: The kind that all others are compared with.
     """
     lines = []
@@ -245,17 +341,13 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], *, baseline: str = "soft
             {row["seed"]: row for row in rows if (row["dataset"], row["kind"]) == (dataset, name)}
             for name in (kind, baseline)
         )
-        shared, first = sorted(ours.keys() & theirs.keys()), next(iter(ours.values()))
+        first = next(iter(ours.values()))
         cells = [dataset, kind, str(len(ours)), str(first["settings_tried"]), first["setting"]]
-        for name, scale, digits in (("accuracy", 100.0, 2), ("scaled_nll", 1.0, 3), ("aurc", 1.0, 4)):
-            cells.append(show(over_runs([row[name] for row in ours.values()]), scale, digits))
-            if kind == baseline or not shared:
-                cells += ["–", "–"]
-                continue
-            found = paired(*({seed: side[seed][name] for seed in shared} for side in (ours, theirs)))
-            cells += [show(found.difference, scale, digits), show_p(found.p_value)]
+        for column in columns:
+            difference = ["–", "–"] if kind == baseline else column.show_difference(ours, theirs)
+            cells += [column.show(ours), *difference]
         lines.append(cells)
     header = ["data set", "attention", "runs", "settings tried", "chosen"]
-    for name in ("accuracy", "NLL scaled", "AURC"):
-        header += [name, f"difference to {baseline}", "p"]
+    for column in columns:
+        header += [column.heading, f"difference to {baseline}", "p"]
     return markdown(header, lines)

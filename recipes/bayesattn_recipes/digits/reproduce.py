@@ -15,41 +15,26 @@ import torch
 from rich.console import Console
 
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.files import RunError, write_bytes
+from bayesattn_recipes.baselines.grids import crossed
 from bayesattn_recipes.common.reproduce import deadline_after
-from bayesattn_recipes.common.search import (
-    Key,
-    Kind,
-    Study,
-    comparison_table,
-    cross_fitted_nll,
-    final_keys,
-    measure_scaled,
-    search_keys,
-)
-from bayesattn_recipes.common.tables import choose, print_tables, write_csv
+from bayesattn_recipes.common.search import Key, Kind, Study, best_setting, cross_fitted_nll, measure_scaled
+from bayesattn_recipes.common.tables import choose, write_csv
 from bayesattn_recipes.digits.data import SHIFTS, DatasetName, evaluation_splits
 from bayesattn_recipes.digits.evaluate import draw
 from bayesattn_recipes.digits.train import DigitsConfig, fit, load_config
 
-
-def _values(name: str, *values: float | int) -> list[str]:
-    return [f"{name}={value:g}" for value in values]
-
-
-_HIDDEN = _values("dropout", 0.0, 0.1, 0.2, 0.3)
-_SHAPES = _values("attention.weibull_k", 1, 2, 5, 10)
-_BETAS = _values("attention.gamma_beta", 0.1, 1)
-_SOFT_GRID = tuple(itertools.product(_HIDDEN, _values("attention.attention_dropout", 0.0, 0.1, 0.2, 0.3)))
-_UNIFORM_GRID = tuple(itertools.product(_HIDDEN, _values("weight_decay", 1e-3, 1e-2, 3e-2, 1e-1)))
+_HIDDEN = ("dropout", (0.0, 0.1, 0.2, 0.3))
+_SHAPES = ("attention.weibull_k", (1, 2, 5, 10))
+_SOFT_GRID = crossed(_HIDDEN, ("attention.attention_dropout", (0.0, 0.1, 0.2, 0.3)))
+_UNIFORM_GRID = crossed(_HIDDEN, ("weight_decay", (1e-3, 1e-2, 3e-2, 1e-1)))
 # soft attention whose dropout of weights has a rate of its own
 _SOFT = ("attention.variant=mc-dropout",)
 KINDS = {
     "soft": Kind("soft", "mean", _SOFT_GRID, _SOFT),
     "MC dropout": Kind("soft", "dropout", _SOFT_GRID, _SOFT),
     "ensemble of 3": Kind("soft", "mean", _SOFT_GRID, _SOFT, members=3),
-    "BAM-NOKL": Kind("nokl", "attention", tuple(itertools.product(_SHAPES, _HIDDEN))),
-    "BAM-WC": Kind("wc", "attention", tuple(itertools.product(_SHAPES, _BETAS, _HIDDEN[1:3]))),
+    "BAM-NOKL": Kind("nokl", "attention", crossed(_SHAPES, _HIDDEN)),
+    "BAM-WC": Kind("wc", "attention", crossed(_SHAPES, ("attention.gamma_beta", (0.1, 1)), ("dropout", (0.1, 0.2)))),
     "uniform": Kind("soft", "mean", _UNIFORM_GRID, ("attention.variant=uniform",)),
 }
 DATASETS = get_args(DatasetName)
@@ -60,8 +45,8 @@ CONDITIONS = ("test", f"noise-{NOISE:g}", *SHIFTS)
 MEASURES = ("accuracy", "nll", "aurc", "scaled_nll", "scaled_ece")
 # the effect of the prior's settings, around the chosen ones of BAM-WC
 SENSITIVITY = (
-    *_values("attention.gamma_beta", 0.01, 0.1, 1, 10),
-    *_values("attention.prior_hidden_dim", 1, 5, 20, 50),
+    *crossed(("attention.gamma_beta", (0.01, 0.1, 1, 10))),
+    *crossed(("attention.prior_hidden_dim", (1, 5, 20, 50))),
 )
 SENSITIVITY_SEEDS = 5
 
@@ -107,24 +92,19 @@ def _compare(dataset: str, study: Study, num_seeds: int, settings: tuple[str, ..
     """Run the search, the chosen settings and the changes around them, and write the files of one data set."""
     # the default is left out: the names of its cells stay as they were
     shared, out = (*(() if dataset == DATASETS[0] else (f"dataset={dataset}",)), *settings), study.out
-    search = study.search(search_keys(KINDS, [dataset], SEARCH_SEEDS, prefix=False, shared=shared))
-    write_csv(out / f"{dataset}-search.csv", search)
-    keys = final_keys(KINDS, search, [dataset], range(num_seeds), prefix=False, shared=shared)
-    found = study.cells(key for key, _ in keys.values())
-    rows = [
-        {"dataset": dataset, "kind": kind, "seed": seed, "setting": setting, "settings_tried": len(KINDS[kind].grid),
-         "condition": condition, **{name: round(found[key][method][condition][name], 6) for name in MEASURES}}
-        for (_, kind, setting, seed), (key, method) in keys.items()
-        if key in found
-        for condition in CONDITIONS
-    ]  # fmt: skip
-    if not rows:
-        raise RunError("no run has finished. Run the same command with more minutes to continue")
-    write_csv(out / f"{dataset}.csv", rows)
-    chosen = next(key for (_, kind, _, _), (key, _) in keys.items() if kind == "BAM-WC")
+    search, rows = study.compare(
+        KINDS,
+        [dataset],
+        search_seeds=SEARCH_SEEDS,
+        seeds=range(num_seeds),
+        measures=lambda found: [{"condition": name, **{m: found[name][m] for m in MEASURES}} for name in CONDITIONS],
+        shared=shared,
+    )
+    kind = KINDS["BAM-WC"]
+    chosen = best_setting(row for row in search if row["kind"] == "BAM-WC").split()
     changed = {
-        (change, seed): Key(chosen.config, (*chosen.settings, change), (seed,))
-        for change, seed in itertools.product(SENSITIVITY, range(SENSITIVITY_SEEDS))
+        (change, seed): Key(kind.config, (*kind.fixed, *chosen, *shared, change), (seed,))
+        for (change,), seed in itertools.product(SENSITIVITY, range(SENSITIVITY_SEEDS))
     }
     found = study.cells(changed.values())
     around = [
@@ -134,10 +114,7 @@ def _compare(dataset: str, study: Study, num_seeds: int, settings: tuple[str, ..
     ]
     if around:
         write_csv(out / f"{dataset}-sensitivity.csv", around)
-    text = comparison_table([row for row in rows if row["condition"] == "test"])
-    write_bytes(out / f"{dataset}.md", text.encode())
-    print_tables(study.console, text)
-    return out / f"{dataset}.md"
+    return study.write(dataset, search, rows, shown=[row for row in rows if row["condition"] == "test"])
 
 
 def _identity(key: Key) -> dict[str, Any]:

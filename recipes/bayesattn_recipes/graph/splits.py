@@ -5,7 +5,6 @@ reported, by NLL after a temperature. The best one is trained on splits 1, 2, â€
 """
 
 import dataclasses
-import itertools
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,17 @@ import torch
 from rich.console import Console
 
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.files import RunError, write_bytes
+from bayesattn_recipes.baselines.grids import crossed
 from bayesattn_recipes.common.reproduce import deadline_after
-from bayesattn_recipes.common.search import (
-    Key,
-    Kind,
-    Study,
-    comparison_table,
-    cross_fitted_nll,
-    final_keys,
-    search_keys,
-)
-from bayesattn_recipes.common.tables import print_tables, write_csv
+from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll
 from bayesattn_recipes.graph.config import GraphConfig, load_config
 from bayesattn_recipes.graph.data import Graph, load_graph, random_split
 from bayesattn_recipes.graph.evaluate import draw, measure_draws
 from bayesattn_recipes.graph.inputs import neighborhood
 from bayesattn_recipes.graph.train import fit
 
-_DROPOUTS = [f"dropout={rate}" for rate in (0.2, 0.4, 0.6, 0.8)]
-_DECAYS = [f"weight_decay={rate}" for rate in (5e-4, 2e-3)]
-_SHAPES = [f"attention.weibull_k={k}" for k in (0.5, 1, 5, 20)]
-_SOFT_GRID = tuple(itertools.product(_DROPOUTS, _DECAYS))
-_NOISE_GRID = tuple(itertools.product(_SHAPES, _DROPOUTS[1:3]))
+_SOFT_GRID = crossed(("dropout", (0.2, 0.4, 0.6, 0.8)), ("weight_decay", (5e-4, 2e-3)))
+_NOISE_GRID = crossed(("attention.weibull_k", (0.5, 1, 5, 20)), ("dropout", (0.4, 0.6)))
 KINDS = {
     "soft": Kind("soft-tuned", "mean", _SOFT_GRID),
     "MC dropout": Kind("soft-tuned", "dropout", _SOFT_GRID),
@@ -79,25 +66,8 @@ def reproduce_splits(
         RunError: There was no time for all runs of the search.
     """
     study = Study(run_cell, _identity, (data,), out, jobs, deadline_after(minutes), console)
-    shared = (*SHARED, *settings)
-    search = study.search(search_keys(KINDS, datasets, SEARCH_SPLITS, prefix=True, shared=shared))
-    write_csv(out / "graph-splits-search.csv", search)
-    keys = final_keys(KINDS, search, datasets, range(1, splits + 1), prefix=True, shared=shared)
-    found = study.cells(key for key, _ in keys.values())
-    rows = [
-        {"dataset": dataset, "kind": kind, "seed": split, "setting": setting, "settings_tried": len(KINDS[kind].grid),
-         **{name: round(found[key][method][name], 6) for name in MEASURES}}
-        for (dataset, kind, setting, split), (key, method) in keys.items()
-        if key in found
-    ]  # fmt: skip
-    if not rows:
-        raise RunError("no run has finished. Run the same command with more minutes to continue")
-    rows.sort(key=lambda row: (datasets.index(row["dataset"]), list(KINDS).index(row["kind"]), row["seed"]))
-    write_csv(out / "graph-splits.csv", rows)
-    text = comparison_table(rows)
-    write_bytes(out / "graph-splits.md", text.encode())
-    print_tables(console, text)
-    return out / "graph-splits.md"
+    options = {"search_seeds": SEARCH_SPLITS, "seeds": range(1, splits + 1), "prefix": True, "shared": (*SHARED, *settings)}
+    return study.table("graph-splits", KINDS, datasets, MEASURES, **options)
 
 
 def _identity(key: Key) -> dict[str, Any]:

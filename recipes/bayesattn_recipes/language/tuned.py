@@ -6,7 +6,6 @@ says of its own settings: its k of each task, and its weight of the KL, β = 0.0
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,20 +14,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bayesattn.files import RunError, write_bytes
+from bayesattn.files import RunError
+from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
 from bayesattn_recipes.common import parallel
 from bayesattn_recipes.common.reproduce import deadline_after
-from bayesattn_recipes.common.search import (
-    Key,
-    Kind,
-    Study,
-    comparison_table,
-    cross_fitted_nll,
-    final_keys,
-    measure_scaled,
-    search_keys,
-)
-from bayesattn_recipes.common.tables import print_tables, write_csv
+from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll, measure_scaled
 from bayesattn_recipes.language.metrics import GLUE_METRICS
 from bayesattn_recipes.language.model import unpacked
 from bayesattn_recipes.language.predictor import Predictor
@@ -45,25 +35,14 @@ PAPER_KL = "training.kl_schedule.final=1.9e-4"
 
 def kinds(task: str) -> dict[str, Kind]:
     """Return what is compared on a task."""
-    soft = tuple(
-        (f"dropout={hidden:g}", f"attention_dropout={weights:g}")
-        for hidden, weights in itertools.product((0.0, 0.1, 0.2, 0.3), (0.0, 0.1))
-    )
-    shapes = [(f"attention.weibull_k={k}",) for k in (1, 2, 5, 10, 20, 50, 100)]
+    soft = crossed(("dropout", (0, 0.1, 0.2, 0.3)), ("attention_dropout", (0, 0.1)))
     paper = (f"attention.weibull_k={PAPER_K[task]}", PAPER_KL)
-    spreads = tuple(
-        (f"attention.sigma_p={sigma_p:g}", f"attention.sigma_q={sigma_q:g}")
-        for sigma_p, sigma_q in [
-            *itertools.product((3, 10, 30, 100, 1000), (1.28,)),
-            *itertools.product((10, 100, 1000), (0.3,)),
-        ]
-    )
     return {
         "soft": Kind(task, "mean", soft, ("attention.variant=soft",)),
         "MC dropout": Kind(task, "dropout", soft, ("attention.variant=soft",)),
-        "BAM-WC": Kind(task, "attention", (*shapes, paper), ("attention.variant=BAM-WC",)),
-        "BAM-LF": Kind(task, "attention", spreads, ("attention.variant=BAM-LF",)),
-        "BAM-LC": Kind(task, "attention", spreads, ("attention.variant=BAM-LC",)),
+        "BAM-WC": Kind(task, "attention", (*SHAPES, paper), ("attention.variant=BAM-WC",)),
+        "BAM-LF": Kind(task, "attention", SPREADS, ("attention.variant=BAM-LF",)),
+        "BAM-LC": Kind(task, "attention", SPREADS, ("attention.variant=BAM-LC",)),
     }
 
 
@@ -100,29 +79,22 @@ def compare(
     rows, searches = [], []
     with unpacked(prepare_run(_config(Key(tasks[0], shared, (0,))), data).encoder):
         for task in tasks:
-            compared = kinds(task)
             try:
-                search = study.search(search_keys(compared, [task], SEARCH_SEEDS, prefix=False, shared=shared))
+                found = study.compare(
+                    kinds(task),
+                    [task],
+                    search_seeds=SEARCH_SEEDS,
+                    seeds=range(num_seeds),
+                    measures=lambda cell: [{name: cell[name] for name in MEASURES}],
+                    shared=shared,
+                )
             except RunError as error:
                 console.print(f"{task}: {error}")
                 continue
-            searches += search
-            write_csv(out / "language-tuned-search.csv", searches)
-            keys = final_keys(compared, search, [task], range(num_seeds), prefix=False, shared=shared)
-            found = study.cells(key for key, _ in keys.values())
-            rows += [
-                {"dataset": task, "kind": kind, "seed": seed, "setting": setting, "settings_tried": len(compared[kind].grid),
-                 **{name: round(found[key][method][name], 6) for name in MEASURES}}
-                for (_, kind, setting, seed), (key, method) in keys.items()
-                if key in found
-            ]  # fmt: skip
-            write_csv(out / "language-tuned.csv", rows)
+            searches, rows = searches + found[0], rows + found[1]
     if not rows:
         raise RunError("no run has finished. Run the same command with more minutes to continue")
-    text = comparison_table(rows)
-    write_bytes(out / "language-tuned.md", text.encode())
-    print_tables(console, text)
-    return out / "language-tuned.md"
+    return study.write("language-tuned", searches, rows)
 
 
 def _identity(key: Key) -> dict[str, Any]:

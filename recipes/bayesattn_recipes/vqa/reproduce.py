@@ -17,8 +17,11 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import write_bytes
 from bayesattn.metrics import expected_calibration_error, pavpu
 from bayesattn.metrics.pavpu import THRESHOLDS
+from bayesattn_recipes.common.parallel import warm_up
 from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after
+from bayesattn_recipes.common.search import Study
 from bayesattn_recipes.common.tables import Cells, choose, print_tables, write_csv
+from bayesattn_recipes.vqa import tuned
 from bayesattn_recipes.vqa.accuracy import soft_targets, wordnet, wups
 from bayesattn_recipes.vqa.daquar import is_single
 from bayesattn_recipes.vqa.data import Split, load_splits
@@ -49,6 +52,8 @@ def reproduce(
     console: Console,
     minutes: float | None = None,
     settings: Sequence[str] = (),
+    search: bool = False,
+    jobs: int = 1,
 ) -> Path:
     """Train every variant on every data set with several seeds; write and print the tables, and return their file.
 
@@ -61,7 +66,20 @@ def reproduce(
         console: Where to print.
         minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
         settings: `name=value` on top of every config.
+        search: Compare kinds of attention with settings chosen from equally many (`tuned.py`); of shapes unless named.
+        jobs: Runs of a search at the same time, each in a process of its own.
     """
+    if search:
+        if variants is not None:
+            raise ValueError("a search compares all its kinds. Leave variants out")
+        if jobs > 1:
+            warm_up([tuned.__name__])
+        study = Study(tuned.run_cell, tuned.identity, (data,), out, jobs, deadline_after(minutes), console)
+        options = {"search_seeds": tuned.SEARCH_SEEDS, "seeds": range(num_seeds), "prefix": True, "shared": tuple(settings)}
+        datasets = choose("datasets", names, DATASETS, ["shapes"])
+        return study.table("vqa-tuned", tuned.KINDS, datasets, tuned.MEASURES, tuned.COLUMNS, **options)
+    if jobs > 1:
+        raise ValueError("jobs is for --search; these runs use the whole machine. Leave it out")
     names = choose("datasets", names, DATASETS, at_hand(DATASETS, data))
     variants = choose("variants", variants, VARIANTS)
     deadline = deadline_after(minutes)
