@@ -28,6 +28,16 @@ def small_model(variant: str = "soft", size: int = 13, **options) -> Att2in:
     return Att2in(attention, vocabulary_of(size), feature_dim=FEATURES, width=WIDTH, dropout=0.5)
 
 
+def marginal_model(top_keys) -> Att2in:
+    model = small_model().double().eval()
+    model.top_keys = top_keys
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # a fresh model hardly looks at the image
+            parameter.mul_(3.0)
+    return model
+
+
 def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -133,7 +143,7 @@ def test_steps_planned_together_equal_single_steps(variant, is_training):
     for unroll in (model._unroll, model._unroll_planned):
         with record_kl() as kl:
             image = model.look(regions)
-            hidden, weights = unroll(model.read(words), image, goes_on)
+            hidden, _, weights, _ = unroll(model.read(words), image, goes_on)
         total = hidden[goes_on].square().sum() + (kl.total() if is_training and variant != "soft" else 0.0)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         gradients = torch.autograd.grad(total, [model.get_parameter(name) for name in names], allow_unused=True)
@@ -158,7 +168,8 @@ def test_planned_hard_attention_equals_single_steps_where_its_choice_is_sure(is_
         seen: list[tuple] = []
 
         def run(unroll=unroll, seen=seen):
-            seen.append(unroll(model.read(words), model.look(regions), goes_on))
+            unrolled = unroll(model.read(words), model.look(regions), goes_on)
+            seen.append((unrolled.hidden, unrolled.weights))
             return seen[0][0].square().sum(dim=-1) * goes_on
 
         model.attention.bayes_weights.weights.average_cost.fill_(0.7)
@@ -184,7 +195,7 @@ def test_planned_contexts_equal_single_steps(is_training):
     regions, words, found = torch.randn(3, REGIONS, FEATURES), torch.randint(0, 13, (3, 6)), []
     for unroll in (model._unroll, model._unroll_planned):
         with record_kl() as kl:
-            hidden, weights = unroll(model.read(words), model.look(regions), None)
+            hidden, _, weights, _ = unroll(model.read(words), model.look(regions), None)
         total = hidden.square().sum() + (kl.total() if is_training else 0.0)
         gradients = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
         found.append([hidden, weights, total, *(g for g in gradients if g is not None)])
@@ -352,3 +363,70 @@ def test_vocabulary_keeps_frequent_words_and_survives_as_bytes():
 def test_impossible_vocabularies_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_exact_marginal_is_the_mean_of_what_every_region_predicts():
+    model = marginal_model(None)
+    regions, words = torch.randn(2, REGIONS, FEATURES, dtype=torch.float64), torch.randint(0, 13, (2, 4))
+    mask = torch.tensor([[True] * REGIONS, [True, False, True, True, False]])
+    logits, weights = model(regions, words, region_mask=mask, need_weights=True)
+    image, state = model.look(regions, mask), model.start(regions)
+    for t in range(4):
+        read, expected = model.read(words[:, t]), torch.zeros(2, 13, dtype=torch.float64)
+        for j in range(REGIONS):
+            hidden = model._feel(read, state, image.keys[:, j : j + 1])[0]
+            expected += weights[:, t, j : j + 1] * torch.softmax(model.head(hidden), dim=-1)
+        state = model.step(read, state, image)[0]
+        torch.testing.assert_close(logits[:, t].exp(), expected)
+
+
+@pytest.mark.parametrize("top_keys", [1, 2, 3])
+def test_few_regions_and_the_mean_of_the_rest_predict_as_their_mixture_does(top_keys):
+    model = marginal_model(top_keys)
+    regions, words = torch.randn(3, REGIONS, FEATURES, dtype=torch.float64), torch.randint(0, 13, (3, 4))
+    logits, weights = model(regions, words, need_weights=True)
+    image, state = model.look(regions), model.start(regions)
+    for t in range(4):
+        read, expected = model.read(words[:, t]), torch.zeros(3, 13, dtype=torch.float64)
+        for row in range(3):
+            order = weights[row, t].argsort(descending=True)
+            for part in (*order[:top_keys].split(1), order[top_keys:]):
+                p = weights[row, t, part]
+                view = (p @ image.keys[row, part] / p.sum()).view(1, 1, -1)
+                hidden = model._feel(read[row : row + 1], tuple(s[row : row + 1] for s in state), view)[0]
+                expected[row] += p.sum() * torch.softmax(model.head(hidden), dim=-1)[0]
+        state = model.step(read, state, image)[0]
+        torch.testing.assert_close(logits[:, t].exp(), expected)
+
+
+@pytest.mark.parametrize("top_keys", [0, 2, None])
+def test_words_are_decoded_with_the_probabilities_of_training(top_keys):
+    model = marginal_model(top_keys)
+    regions, words = torch.randn(3, REGIONS, FEATURES, dtype=torch.float64), torch.randint(0, 13, (3, 5))
+    mask = torch.rand(3, REGIONS) < 0.7
+    mask[:, 0] = True
+    expected = torch.log_softmax(model(regions, words, region_mask=mask), dim=-1)
+    image = model.look(regions, mask)
+    state = model.start(image.keys)
+    for t in range(5):
+        logits, state = model.next_logits(words[:, t], state, image)
+        torch.testing.assert_close(torch.log_softmax(logits, dim=-1), expected[:, t])
+
+
+@pytest.mark.parametrize("top_keys", [2, None])
+def test_marginal_has_finite_gradients_and_ignores_padding(top_keys):
+    model = marginal_model(top_keys)
+    regions, words = torch.randn(2, REGIONS, FEATURES, dtype=torch.float64), torch.randint(0, 13, (2, 3))
+    mask = torch.tensor([[True] * REGIONS, [False, True, False, False, False]])
+    positions = torch.tensor([0, 1, 3, 5])
+    logits = model(regions, words, region_mask=mask, positions=positions)
+    together = model(regions, words, region_mask=mask).flatten(0, 1)[positions]
+    torch.testing.assert_close(logits, together)
+    loud = regions.masked_fill(~mask.unsqueeze(2), 100.0)
+    torch.testing.assert_close(model(loud, words, region_mask=mask, positions=positions), logits)
+    F.cross_entropy(logits, torch.tensor([3, 1, 4, 1])).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+    scores = model.attention.score_proj
+    assert bool(scores.weight.grad.any())

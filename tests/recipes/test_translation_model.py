@@ -66,9 +66,19 @@ def test_bfloat16_is_close_to_float32(variant):
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
-@pytest.mark.parametrize("variant", ["soft", "BAM-WC", "variational-enum", "variational-exact", "variational-dirichlet"])
-def test_next_token_probabilities_are_those_of_the_training_loss(variant):
-    model = build(variant).double().eval()
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("soft", {}),
+        ("BAM-WC", {}),
+        ("variational-enum", {}),
+        ("variational-exact", {}),
+        ("variational-exact", {"top_keys": 2}),
+        ("variational-dirichlet", {}),
+    ],
+)
+def test_next_token_probabilities_are_those_of_the_training_loss(variant, options):
+    model = build(variant, **options).double().eval()
     batch = make_batch(SOURCES, TARGETS)
     nll = model(**batch)
     memory = model.encode(batch["source"], batch["source_lengths"])
@@ -99,6 +109,35 @@ def test_every_key_is_scored_as_if_it_were_all_attention_saw():
             assert torch.allclose(found[row, : len(target), j], expected, atol=1e-12)
         assert not found[row, len(target) :].any()
         assert not found[row, :, len(source) :].any()
+
+
+@pytest.mark.parametrize("top_keys", [1, 2, 3])
+def test_few_keys_and_the_mean_of_the_rest_are_scored_as_their_mixture(top_keys):
+    model = build("variational-exact", top_keys=top_keys).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # a fresh model hardly looks at the source
+            parameter.mul_(10.0)
+    batch = make_batch(SOURCES, TARGETS)
+    memory = model.encode(batch["source"], batch["source_lengths"])
+    unrolled, nll = model.unroll(memory, batch["target_in"]), losses(model)
+    weights = torch.softmax(unrolled.scores.masked_fill(~memory.mask.unsqueeze(1), -math.inf), dim=-1)
+    for row, (source, target) in enumerate(zip(SOURCES, TARGETS)):
+        for t, token in enumerate(target):
+            p = weights[row, t, : len(source)]
+            order, total = p.argsort(descending=True), 0.0
+            for part in filter(len, (*order[:top_keys].split(1), order[top_keys:])):
+                context = p[part] @ memory.values[row, part] / p[part].sum()
+                total = total + p[part].sum() * torch.softmax(model.readout(unrolled.states[row, t], context), dim=-1)[token]
+            # losses are float32 or better
+            assert torch.allclose(nll[row, t], -total.log(), rtol=1e-6)
+
+
+def test_as_many_keys_as_there_are_is_the_exact_marginal():
+    few, every = (losses(build("variational-exact", top_keys=keys).double().eval()) for keys in (4, None))
+    assert torch.allclose(few, every, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"top_keys must be None for soft; only variational-exact has it\. Got 3"):
+        build("soft", top_keys=3)
 
 
 def test_enum_scores_a_few_pairs_at_a_time_without_changing_anything(monkeypatch):

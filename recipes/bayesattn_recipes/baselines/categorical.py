@@ -1,6 +1,7 @@
 """Categorical distributions over the valid keys of a row, in log space; a row without keys is 0 everywhere."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +21,36 @@ def log_probs(scores: Float[Tensor, "*b n"], mask: Valid = None) -> Float[Tensor
     # rows without a key get finite scores, so that no NaN arises; all their entries are closed afterwards
     filled = scores.masked_fill(~mask, -math.inf).masked_fill(~has_key, 0.0)
     return torch.log_softmax(filled, dim=-1).masked_fill(~mask, -math.inf)
+
+
+class Parts(NamedTuple):
+    """A distribution over keys as a mixture of m others.
+
+    Attributes:
+        log_probs: ln of the probability of each part.
+        weights: The distribution of each part over the keys.
+    """
+
+    log_probs: Float[Tensor, "*b m"]
+    weights: Float[Tensor, "*b m n"]
+
+
+def largest(log_p: Float[Tensor, "*b n"], count: int | None) -> Parts:
+    """Return the `count` most probable keys, each a part of its own, and the rest as one more; every key alone if None.
+
+    So m = count + 1, or n where that is no more. A part without any probability has log-probability −inf.
+    """
+    n = log_p.shape[-1]
+    if count is None or count + 1 >= n:
+        return Parts(log_p, torch.eye(n, device=log_p.device, dtype=log_p.dtype).expand(*log_p.shape, n))
+    chosen = log_p.detach().topk(count, dim=-1).indices
+    alone = torch.zeros((*chosen.shape, n), device=log_p.device, dtype=log_p.dtype).scatter_(-1, chosen.unsqueeze(-1), 1.0)
+    is_open = (log_p.detach() > -math.inf).scatter(-1, chosen, False)
+    has_rest = is_open.any(dim=-1, keepdim=True)
+    filled = log_p.masked_fill(~is_open, -math.inf).masked_fill(~has_rest, 0.0)
+    mass = torch.logsumexp(filled, dim=-1, keepdim=True).masked_fill(~has_rest, -math.inf)
+    rest = torch.exp(log_probs(log_p, is_open)).unsqueeze(-2)
+    return Parts(torch.cat([log_p.gather(-1, chosen), mass], dim=-1), torch.cat([alone, rest], dim=-2))
 
 
 def expect(log_p: Float[Tensor, "*b n"], values: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:

@@ -38,6 +38,8 @@ class AttentionChoice(AttentionConfig):
         attention_dropout: Dropout on the weights (`mc-dropout`).
         sampled_kl: Replace the closed-form KL of a Bayesian variant by ln q(S) − ln p(S) at the drawn S.
         inference_dim: Features of each direction of the inference network's LSTMs (`variational-…`).
+        top_keys: How many keys of a row have a likelihood of their own (`variational-exact`), the most probable ones; the
+            rest together is one more, with their mean context. None: all keys.
     """
 
     allowed_variants: ClassVar[tuple[str, ...]] = get_args(Choice)
@@ -52,6 +54,7 @@ class AttentionChoice(AttentionConfig):
     attention_dropout: float = 0.1
     sampled_kl: bool = False
     inference_dim: int = 512
+    top_keys: int | None = None
 
     def __post_init__(self, *given: Any) -> None:
         super().__post_init__(*given)
@@ -61,6 +64,12 @@ class AttentionChoice(AttentionConfig):
         check_not_negative(entropy_bonus=self.entropy_bonus)
         check_rate("attention_dropout", self.attention_dropout)
         check_count("inference_dim", self.inference_dim)
+        if self.top_keys is not None:
+            check_count("top_keys", self.top_keys)
+            if self.variant != "variational-exact":
+                raise ValueError(
+                    f"top_keys must be None for {self.variant}; only variational-exact has it. Got {self.top_keys}"
+                )
         if self.sampled_kl and not (self.is_bayesian and super().has_kl):
             raise ValueError(
                 f"sampled_kl=True needs a variant with a KL (BAM-LF, BAM-LC, BAM-WF or BAM-WC), got {self.variant}"

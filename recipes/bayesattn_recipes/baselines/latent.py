@@ -79,7 +79,8 @@ class LatentAlignment(RivalModule):
     """The loss of a latent alignment; its decoder is an ordinary one with soft attention, which is the prior.
 
     Two functions compute the likelihood: `each_key()` returns ln p(y_t | z=j) for all keys, `mixed(weights)` that of the
-    contexts Σ_j weights_j v_j. A model implements both with its own output layer, and only what is needed is called.
+    contexts Σ_j weights_j v_j, for m of them at each step. A model implements both with its own output layer, and only what
+    is needed is called.
 
     Training uses the posterior and records KL(q ‖ p), summed over steps; in eval mode the prior alone: the exact marginal,
     or, for the Dirichlet, its mean.
@@ -103,7 +104,7 @@ class LatentAlignment(RivalModule):
         mask: Bool[Tensor, "b n"] | None = None,
         steps: Bool[Tensor, "b t"] | None = None,
         each_key: Callable[[], Float[Tensor, "b t n"]],
-        mixed: Callable[[Float[Tensor, "b t n"]], Float[Tensor, "b t"]],
+        mixed: Callable[[Float[Tensor, "b t m n"]], Float[Tensor, "b t m"]],
     ) -> Float[Tensor, "b t"]:
         """Return the negative log-likelihood of every step (in training its part of the bound); the KL is recorded.
 
@@ -120,14 +121,17 @@ class LatentAlignment(RivalModule):
         log_prior = categorical.log_probs(prior_scores, valid)
         if not self.training or self.inference is None:
             if variant == "variational-dirichlet":
-                nll = -mixed(dirichlet.mean(dirichlet.concentration(prior_scores), valid))
+                nll = -_one(mixed, dirichlet.mean(dirichlet.concentration(prior_scores), valid))
+            elif self.config.top_keys is not None:
+                parts = categorical.largest(log_prior, self.config.top_keys)
+                nll = exact_nll(parts.log_probs, mixed(parts.weights))
             else:
                 nll = exact_nll(log_prior, each_key())
             return self.record(nll, None)
         scores = self.inference(*inputs)
         if variant == "variational-dirichlet":
             alpha_q, alpha_p = dirichlet.concentration(scores), dirichlet.concentration(prior_scores)
-            bound = Bound(-mixed(dirichlet.draw(alpha_q, valid)), dirichlet.kl(alpha_q, alpha_p, valid))
+            bound = Bound(-_one(mixed, dirichlet.draw(alpha_q, valid)), dirichlet.kl(alpha_q, alpha_p, valid))
         else:
             log_posterior = categorical.log_probs(scores, valid)
             if variant == "variational-enum":
@@ -139,7 +143,11 @@ class LatentAlignment(RivalModule):
 
     def _sampled(self, log_prior: Tensor, log_posterior: Tensor, mixed: Callable[[Tensor], Tensor]) -> Bound:
         chosen = categorical.draw(log_posterior)
-        likelihood = mixed(categorical.one_hot(chosen, log_posterior))
+        likelihood = _one(mixed, categorical.one_hot(chosen, log_posterior))
         with torch.no_grad():
-            soft = mixed(torch.exp(log_prior))
+            soft = _one(mixed, torch.exp(log_prior))
         return sample_bound(log_prior, log_posterior, chosen, likelihood, soft)
+
+
+def _one(mixed: Callable[[Tensor], Tensor], weights: Float[Tensor, "b t n"]) -> Float[Tensor, "b t"]:
+    return mixed(weights.unsqueeze(2)).squeeze(2)

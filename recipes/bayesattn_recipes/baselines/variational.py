@@ -1,6 +1,7 @@
 """Latent alignments (Deng et al., 2018): the key that explains an output is a hidden variable z with prior p(z | x, y<t).
 
-    exact    ln p(y) = ln Σ_j p_j p(y | z=j)                              needs the likelihood of every key
+    exact    ln p(y) = ln Σ_j p_j p(y | z=j)                              needs the likelihood of every key, or of the
+                                                                          largest p_j and of the rest's mean context
     enum     ELBO = Σ_j q_j ln p(y | z=j) − KL(q ‖ p)                     with an inference network q(z | x, y)
     sample   the same at one z ~ q, its gradient in q by the score function; b = ln p(y | soft context)
 

@@ -54,8 +54,8 @@ def beam_search(
 
     def next_log_probs(last: Int[Tensor, "b k"], state: Beams) -> tuple[Float[Tensor, "b k v"], Beams]:
         hidden, cell = (value.flatten(0, 1) for value in state)
-        (hidden, cell), _ = model.step(model.read(last.flatten()), (hidden, cell), image)
-        logits = model.head(model.dropout(hidden)).float()
+        logits, (hidden, cell) = model.next_logits(last.flatten(), (hidden, cell), image)
+        logits = logits.float()
         logits[:, UNKNOWN] = -torch.inf
         log_probs = torch.log_softmax(logits, dim=-1).view(num_images, num_beams, -1)
         return log_probs, (hidden.unflatten(0, (-1, num_beams)), cell.unflatten(0, (-1, num_beams)))

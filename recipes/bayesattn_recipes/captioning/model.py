@@ -8,17 +8,22 @@
 The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
 is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
 attention allows it, the noise of all steps is drawn before the first, KL and choices are found after the last.
+
+With exact marginal attention (Deng et al., 2018) the region behind a word is a hidden variable: the word's probability is
+Σ_j p_j p(y_t | h_t with a_t = v_j), where p_j are the weights of soft attention. States still see the mean of the regions.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from bayesattn.nn import StepAttention
+from bayesattn_recipes.baselines import categorical
+from bayesattn_recipes.baselines.variational import marginal_log_probs
 from bayesattn_recipes.captioning.cell import maxout_lstm
 from bayesattn_recipes.captioning.vocabulary import Vocabulary
 
@@ -40,6 +45,15 @@ class Image:
 State = tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]
 
 
+class Unrolled(NamedTuple):
+    """Every step of captions: states after it, cells before it, weights, and scores Φ where noise was drawn ahead."""
+
+    hidden: Float[Tensor, "c t d"]
+    cells: Float[Tensor, "c t d"]
+    weights: Float[Tensor, "c t n"]
+    scores: Float[Tensor, "c t n"] | None = None
+
+
 class Att2in(nn.Module):
     """Captions from image regions.
 
@@ -50,6 +64,8 @@ class Att2in(nn.Module):
         feature_dim: Features of an image region.
         width: Features of words, regions and states.
         dropout: On words, regions and states.
+        top_keys: Regions whose likelihood is computed one by one, the rest as their mean: exact marginal attention, which
+            needs soft `attention`. None takes all regions; 0 is ordinary attention, a likelihood of the mean alone.
     """
 
     vocabulary_bytes: Tensor
@@ -62,9 +78,10 @@ class Att2in(nn.Module):
         feature_dim: int,
         width: int = 512,
         dropout: float = 0.5,
+        top_keys: int | None = 0,
     ) -> None:
         super().__init__()
-        self.vocabulary = vocabulary
+        self.vocabulary, self.top_keys = vocabulary, top_keys
         self.register_buffer("vocabulary_bytes", vocabulary.to_tensor())
         self.word_embed = nn.Embedding(len(vocabulary), width)
         self.region_embed = nn.Linear(feature_dim, width)
@@ -86,8 +103,8 @@ class Att2in(nn.Module):
         return Image(keys, mask, self.attention.prepare(keys, mask))
 
     def start(self, keys: Float[Tensor, "c n d"]) -> State:
-        """Return the state before the first word: zeros, in float32 whatever the autocast."""
-        zeros = torch.zeros(len(keys), self.head.in_features, device=keys.device)
+        """Return the state before the first word: zeros, in the dtype of the parameters whatever the autocast."""
+        zeros = torch.zeros(len(keys), self.head.in_features, device=keys.device, dtype=self.head.weight.dtype)
         return zeros, zeros
 
     def read(self, words: Int[Tensor, "c *t"]) -> Float[Tensor, "c *t five_d"]:
@@ -145,6 +162,8 @@ class Att2in(nn.Module):
     ) -> Any:
         """Return the logits of each next word, and with `need_weights` the attention weights behind them, `c t n`.
 
+        Exact marginal attention returns log-probabilities, which are logits too.
+
         Args:
             regions: Features of the images' regions.
             words: The word before each step; the first is a boundary.
@@ -160,50 +179,84 @@ class Att2in(nn.Module):
         reads, num_steps = self.read(words), words.shape[1]
         goes_on = None if lengths is None else lengths[:, None] > torch.arange(num_steps, device=words.device)
         unroll = self._unroll_planned if self.attention.draws_ahead else self._unroll
-        hidden, weights = unroll(reads, image, goes_on)
-        if positions is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, positions)
-        logits = self.head(self.dropout(hidden))
-        return (logits, weights) if need_weights else logits
+        found = unroll(reads, image, goes_on)
+        if self.top_keys == 0:
+            logits = self.head(self.dropout(_select(found.hidden, positions)))
+        else:
+            assert found.scores is not None
+            before = torch.cat([self.start(image.keys)[0].unsqueeze(1).to(found.hidden), found.hidden[:, :-1]], dim=1)
+            mask = image.mask.unsqueeze(1).expand(found.scores.shape)
+            parts = categorical.largest(categorical.log_probs(found.scores, mask), self.top_keys)
+            views = (parts.weights.to(image.keys.dtype).flatten(1, 2) @ image.keys).unflatten(1, parts.log_probs.shape[1:])
+            logits = self._marginal(*(_select(x, positions) for x in (reads, before, found.cells, parts.log_probs, views)))
+        return (logits, found.weights) if need_weights else logits
 
-    def _unroll(
-        self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
-    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
-        """Return the states and weights of all steps; the attention draws and records at each."""
+    def next_logits(self, words: Int[Tensor, " c"], state: State, image: Image) -> tuple[Float[Tensor, "c v"], State]:
+        """Return the logits of the word after `words`, as `forward` does, and the new state."""
+        read = self.read(words)
+        after, weights = self.step(read, state, image)
+        if self.top_keys == 0:
+            return self.head(self.dropout(after[0])), after
+        parts = categorical.largest(weights.log(), self.top_keys)
+        return self._marginal(read, *state, parts.log_probs, parts.weights.to(image.keys.dtype) @ image.keys), after
+
+    def _marginal(
+        self,
+        read: Float[Tensor, "*c five_d"],
+        hidden: Float[Tensor, "*c d"],
+        cell: Float[Tensor, "*c d"],
+        log_prior: Float[Tensor, "*c m"],
+        views: Float[Tensor, "*c m d"],
+    ) -> Float[Tensor, "*c v"]:
+        """Return ln Σ_m p_m p(y | view m) from the states before a step."""
+        sums = (read + self.hidden_proj(hidden)).unsqueeze(-2)
+        seen, _ = maxout_lstm(sums, self.view_proj(views), cell.unsqueeze(-2))
+        log_probs = categorical.log_probs(self.head(self.dropout(seen)))
+        return marginal_log_probs(log_prior, log_probs)
+
+    def _unroll(self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None) -> Unrolled:
+        """Return all steps; the attention draws and records at each."""
         masks: Sequence[Tensor | None] = [None] * reads.shape[1]
         if goes_on is not None:
             masks = [image.mask & step for step in goes_on.unsqueeze(2).unbind(1)]
-        state, states, weights = self.start(image.keys), [], []
+        state, states, cells, weights = self.start(image.keys), [], [], []
         # unbind, not index: the gradient of an index is a whole array of zeros at every step
         for read, mask in zip(reads.unbind(1), masks, strict=True):
+            cells.append(state[1])
             state, seen = self.step(read, state, image, mask)
             states.append(state[0])
             weights.append(seen)
-        return torch.stack(states, dim=1), torch.stack(weights, dim=1)
+        return Unrolled(torch.stack(states, dim=1), torch.stack(cells, dim=1), torch.stack(weights, dim=1))
 
     def _unroll_planned(
         self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
-    ) -> tuple[Float[Tensor, "c t d"], Float[Tensor, "c t n"]]:
+    ) -> Unrolled:
         """Return the same with all noise drawn first and KL and choices recorded last, of steps up to a caption's end."""
         attention, (projected, prior) = self.attention, image.prepared
         bias = attention.plan_bias(image.mask, reads.shape[1])
         noise = attention.plan_context(image.keys, reads.shape[1])
         biases = bias.expand(-1, reads.shape[1], -1).split(1, dim=1)
         noises = [None] * len(biases) if noise is None else noise.split(1, dim=1)
-        state, states, scores, weights = self.start(image.keys), [], [], []
+        state, states, cells, scores, weights = self.start(image.keys), [], [], [], []
         for read, add, shift in zip(reads.unbind(1), biases, noises, strict=True):
+            cells.append(state[1])
             state, found, seen = self.planned_step(read, state, image.keys, projected, add, shift)
             states.append(state[0])
             scores.append(found)
             weights.append(seen)
         steps = reads.new_ones(reads.shape[:2], dtype=torch.bool) if goes_on is None else goes_on
+        all_scores = torch.cat(scores, dim=1)
         hidden = attention.record_steps(
             torch.stack(states, dim=1),
-            torch.cat(scores, dim=1),
+            all_scores,
             image.keys,
             mask=image.mask,
             steps=steps,
             log_prior=prior,
             bias=bias,
         )
-        return hidden, torch.cat(weights, dim=1)
+        return Unrolled(hidden, torch.stack(cells, dim=1), torch.cat(weights, dim=1), all_scores)
+
+
+def _select(x: Float[Tensor, "c t *d"], positions: Int[Tensor, " p"] | None) -> Float[Tensor, "..."]:
+    return x if positions is None else x.flatten(0, 1).index_select(0, positions)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import RunError, read_tensors
 from bayesattn_recipes.baselines import AttentionChoice, build_step_attention, with_score_function
+from bayesattn_recipes.baselines.config import IN_LAYERS
 from bayesattn_recipes.captioning.batches import encode_captions, make_batch, pad_batch, step_nll
 from bayesattn_recipes.captioning.data import CaptionData, CaptionSplit, DatasetName, load_data
 from bayesattn_recipes.captioning.decoding import beam_search
@@ -78,6 +79,12 @@ class CaptioningConfig:
     length_penalty: float = 0.0
     decoder_mode: Literal["auto", "eager"] = "auto"
 
+    def __post_init__(self) -> None:
+        choice = self.attention
+        if choice.is_variational and choice.variant != "variational-exact":
+            choices = ", ".join(map(repr, (*IN_LAYERS, "variational-exact")))
+            raise ValueError(f"captions have no inference network for variant {choice.variant!r}. Choose one of {choices}")
+
 
 def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:
     """Read a config by its name (`shapes-wc`) or path, with `name=value` settings on top."""
@@ -86,9 +93,12 @@ def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:
 
 def build_model(config: CaptioningConfig, vocabulary: Vocabulary, feature_dim: int) -> Att2in:
     """Build the model a config describes, with fresh parameters."""
-    attention = build_step_attention(config.attention, config.width, config.width, config.attention_dim)
+    choice, top_keys = config.attention, 0
+    if choice.is_variational:
+        choice, top_keys = AttentionChoice("soft"), choice.top_keys
+    attention = build_step_attention(choice, config.width, config.width, config.attention_dim)
     sizes = {"feature_dim": feature_dim, "width": config.width, "dropout": config.dropout}
-    return Att2in(attention, vocabulary, **sizes)
+    return Att2in(attention, vocabulary, **sizes, top_keys=top_keys)
 
 
 class CaptioningExperiment(Experiment):

@@ -130,9 +130,7 @@ class Translator(nn.Module):
                 mask=memory.mask,
                 steps=steps,
                 each_key=lambda: -self._nll_of_each_key(unrolled, memory, target_out, source_lengths, target_lengths),
-                mixed=lambda weights: (
-                    -token_nll(self.readout(unrolled.states, weights.to(memory.values.dtype) @ memory.values), target_out)
-                ),
+                mixed=lambda weights: -self._nll_of_mixtures(unrolled, memory, target_out, weights, target_lengths),
             )
         return nll * steps
 
@@ -152,26 +150,53 @@ class Translator(nn.Module):
         # computed on the host, which has the lengths, so nothing waits for the device
         is_step, is_key = np.arange(t) < np.c_[list(target_lengths)], np.arange(n) < np.c_[list(source_lengths)]
         pairs = to_device(np.flatnonzero(is_step[:, :, None] & is_key[:, None, :]), targets.device)
-        step, key = pairs // n, pairs // (t * n) * n + pairs % n
-        # float32 or better: the gradient of a step is the sum of those of all its keys
-        of_state, of_key = (
-            at_least_float32(part).flatten(0, 1)
-            for part in (self.readout.from_state(unrolled.states), self.readout.from_context(memory.values))
-        )
+        contexts = self.readout.from_context(memory.values).flatten(0, 1)
+        nll = self._nll_of_pairs(unrolled, contexts, targets, pairs // n, pairs // (t * n) * n + pairs % n)
+        return nll.new_zeros(b * t * n).index_copy(0, pairs, nll).view(b, t, n)
 
-        def score(step: Tensor, key: Tensor) -> Tensor:
-            logits = self.readout.finish(of_state.index_select(0, step) + of_key.index_select(0, key))
+    def _nll_of_mixtures(
+        self,
+        unrolled: Unrolled,
+        memory: Memory,
+        targets: Int[Tensor, "b t"],
+        weights: Float[Tensor, "b t m n"],
+        target_lengths: Sequence[int],
+    ) -> Float[Tensor, "b t m"]:
+        """Return −ln p(y_t | Σ_j weights_j v_j) for all steps and the m mixtures of keys of each, 0 at padding."""
+        b, t, m, _ = weights.shape
+        is_step = np.arange(t) < np.c_[list(target_lengths)]
+        pairs = to_device(np.flatnonzero(np.broadcast_to(is_step[:, :, None], (b, t, m))), targets.device)
+        # the projection is linear: of n keys it costs less than of t m contexts
+        keys = self.readout.from_context(memory.values)
+        contexts = (weights.to(keys.dtype).flatten(1, 2) @ keys).flatten(0, 1)
+        nll = self._nll_of_pairs(unrolled, contexts, targets, pairs // m, pairs)
+        return nll.new_zeros(b * t * m).index_copy(0, pairs, nll).view(b, t, m)
+
+    def _nll_of_pairs(
+        self,
+        unrolled: Unrolled,
+        contexts: Float[Tensor, "c h"],
+        targets: Int[Tensor, "b t"],
+        step: Int[Tensor, " p"],
+        context: Int[Tensor, " p"],
+    ) -> Float[Tensor, " p"]:
+        """Return −ln p(y_t | context) of pairs of a step and a projected context."""
+        # float32 or better: the gradient of a step is the sum of those of all its contexts
+        of_state = at_least_float32(self.readout.from_state(unrolled.states)).flatten(0, 1)
+        of_context = at_least_float32(contexts)
+
+        def score(step: Tensor, context: Tensor) -> Tensor:
+            logits = self.readout.finish(of_state.index_select(0, step) + of_context.index_select(0, context))
             return token_nll(logits, targets.flatten().index_select(0, step))
 
         at_once = max(1, LARGEST_LOGITS // self.readout.logits.out_features)
         # recomputed in the backward pass unless one part is everything: the logits would fill the memory
-        keeps = at_once >= len(pairs) or not torch.is_grad_enabled()
+        keeps = at_once >= len(step) or not torch.is_grad_enabled()
         parts = [
             score(*part) if keeps else checkpoint(score, *part, use_reentrant=False)
-            for part in zip(step.split(at_once), key.split(at_once), strict=True)
+            for part in zip(step.split(at_once), context.split(at_once), strict=True)
         ]
-        nll = torch.cat(parts)
-        return nll.new_zeros(b * t * n).index_copy(0, pairs, nll).view(b, t, n)
+        return torch.cat(parts)
 
     def log_probs(
         self, memory: Memory, target_in: Int[Tensor, "b t"], num_parts: int = 1
@@ -205,16 +230,20 @@ class Translator(nn.Module):
         """Return ln p of every token: of the context, or of the latent alignment under its prior."""
         valid = memory.mask.unsqueeze(1).expand(scores.shape)
         if self.latent is not None and self.latent.config.variant != "variational-dirichlet":
-            return self._marginal(categorical.log_probs(scores, valid), top, memory)
+            log_prior, top_keys = categorical.log_probs(scores, valid), self.latent.config.top_keys
+            return self._marginal(log_prior, top, memory, top_keys)
         if self.latent is not None:
             context = dirichlet.mean(dirichlet.concentration(scores), valid).to(memory.values.dtype) @ memory.values
         return torch.log_softmax(at_least_float32(self.readout(top, context)), dim=-1)
 
     def _marginal(
-        self, log_prior: Float[Tensor, "b k n"], top: Float[Tensor, "b k h"], memory: Memory
+        self, log_prior: Float[Tensor, "b k n"], top: Float[Tensor, "b k h"], memory: Memory, top_keys: int | None
     ) -> Float[Tensor, "b k v"]:
-        """Return ln Σ_j p_j p(y | z = j), a few keys at a time."""
+        """Return ln Σ_j p_j p(y | z = j), a few keys at a time; with `top_keys` the rest counts as their mean."""
         of_state, of_key = self.readout.from_state(top).unsqueeze(2), self.readout.from_context(memory.values).unsqueeze(1)
+        if top_keys is not None:
+            log_prior, weights = categorical.largest(log_prior, top_keys)
+            of_key = weights.to(of_key.dtype) @ of_key
         b, k, n = log_prior.shape
         at_once = max(1, LARGEST_LOGITS // (b * k * self.readout.logits.out_features))
         total = None

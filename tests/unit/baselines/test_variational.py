@@ -75,6 +75,39 @@ def test_keys_that_do_not_exist_change_nothing():
     assert all(leaf.grad is None or (leaf.grad[4] == 0.0 and bool(leaf.grad.isfinite().all())) for leaf in leaves)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, None])
+def test_parts_are_the_largest_keys_and_the_rest_and_their_mixture_is_the_whole(count):
+    scores = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(3, 5, 7) < 0.6
+    mask[..., 2] = True
+    mask[0, 0] = torch.tensor([False, False, True, False, False, False, False])
+    log_p = categorical.log_probs(scores, mask)
+    parts = categorical.largest(log_p, count)
+    m = 7 if count is None else count + 1
+    assert parts.log_probs.shape == (3, 5, m)
+    mixture = (parts.log_probs.exp().unsqueeze(-1) * parts.weights).sum(dim=-2)
+    assert torch.allclose(mixture, log_p.exp(), rtol=1e-12)
+    if count is not None:
+        assert torch.equal(parts.log_probs[..., :count], log_p.topk(count).values)
+        has_rest = mask.sum(dim=-1) > count
+        assert torch.allclose(parts.weights.sum(dim=-1)[..., -1], has_rest.double())
+        assert torch.equal(parts.log_probs[..., -1] > -torch.inf, has_rest)
+    # the likelihood of a key is that of its value, of the rest that of its mean: exact where the likelihood is linear
+    values = torch.rand(3, 5, 7, 1, dtype=torch.float64)
+    nll = exact_nll(parts.log_probs, (parts.weights @ values).squeeze(-1).clamp_min(1e-300).log())
+    assert torch.allclose(nll, -((log_p.exp() * values.squeeze(-1)).sum(dim=-1)).log(), rtol=1e-12)
+    nll.sum().backward()
+    assert_finite(scores.grad)
+    assert not scores.grad[~mask].any()
+
+
+def test_parts_of_a_sure_choice_have_finite_gradients():
+    scores = torch.tensor([[0.0, 2000.0, 1.0, -500.0]], requires_grad=True)
+    parts = categorical.largest(categorical.log_probs(scores), 1)
+    exact_nll(parts.log_probs, (parts.weights @ torch.rand(4, 1)).squeeze(-1).log()).sum().backward()
+    assert_finite(scores.grad)
+
+
 def test_draws_follow_their_probabilities():
     log_p = categorical.log_probs(torch.tensor([0.5, -1.0, 0.0, 9.0]), torch.tensor([True, True, True, False]))
     drawn = categorical.draw(log_p.expand(DRAWS, 4))
@@ -161,7 +194,7 @@ def call(module, prior, keys):
         mask=mask,
         steps=torch.tensor([[True] * 3, [True, False, False]]),
         each_key=lambda: likelihood(keys).unsqueeze(1).expand(2, 3, 4),
-        mixed=lambda weights: likelihood(weights @ keys),
+        mixed=lambda weights: likelihood(weights @ keys.unsqueeze(1)),
     )
 
 
