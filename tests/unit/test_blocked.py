@@ -31,9 +31,14 @@ def make_mask(kind: str) -> torch.Tensor | None:
 @pytest.mark.parametrize("mask_kind", ["none", "key padding", "arbitrary", "causal"])
 @pytest.mark.parametrize(
     ("variant", "preset"),
-    [("BAM-WC", "paper"), ("BAM-WC", "default"), ("BAM-WF", "paper"), ("BAM-NOKL", "paper")],
+    [
+        *(("BAM-WC", "paper"), ("BAM-WC", "default"), ("BAM-WF", "paper"), ("BAM-NOKL", "paper")),
+        *(("BAM-LC", "paper"), ("BAM-LC", "default"), ("BAM-LF", "paper"), ("BAM-LF", "official-code")),
+    ],
 )
 def test_equals_reference_with_the_same_noise(monkeypatch, variant, preset, mask_kind, block_entries):
+    if variant in ("BAM-LC", "BAM-LF") and mask_kind in ("arbitrary", "causal"):
+        pytest.skip("refused: test_refuses_by_name_what_it_cannot_do")
     monkeypatch.setattr(blocked, "BLOCK_ENTRIES", block_entries)
     config = ba.AttentionConfig(variant, preset=preset, weibull_k=2.0, gamma_beta=0.3, gamma_alpha=0.7)
     double = {"dtype": torch.float64, "requires_grad": True}
@@ -133,7 +138,11 @@ def test_auto_takes_the_blocked_backend_and_manual_seed_governs_it(monkeypatch):
         ({"seed": 3}, "takes no seed"),
         ({"bias": torch.zeros(5, 5)}, "no additive bias"),
         ({"dropout_p": 0.1}, "no dropout"),
-        ({"config": ba.AttentionConfig("BAM-LF")}, "no lognormal KL"),
+        (
+            {"config": ba.AttentionConfig("BAM-LF"), "is_causal": True},
+            "no lognormal KL where queries have keys of their own",
+        ),
+        ({"config": ba.AttentionConfig("BAM-LF"), "mask": torch.ones(5, 5, dtype=torch.bool)}, "no lognormal KL"),
     ],
 )
 def test_refuses_by_name_what_it_cannot_do(change, reason):

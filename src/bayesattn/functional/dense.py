@@ -13,6 +13,7 @@ from bayesattn.entropy import is_observing_entropy, note_row_entropy
 from bayesattn.noise import keyed
 from bayesattn.noise.specification import Seed
 from bayesattn.ops.attention import blocked, reference
+from bayesattn.ops.attention.gram import is_separable
 from bayesattn.ops.attention.kl import kl_from_scores
 from bayesattn.ops.attention.masking import Allowed, masked_softmax, split_bias
 from bayesattn.ops.attention.statistics import row_statistics, score_statistics
@@ -178,7 +179,7 @@ def attention(
         seed = keyed.next_seeds(query.shape[0], query.device) if seed is None else seed
         wants_kl = need_kl and config.has_kl
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl)
+        call = Call(query, key, value, config, added, factor, seed, dropout_p, wants_kl, is_separable(allowed))
         chosen = choose(backend, call)
         prior = waiting if waiting is None or chosen == "triton" else waiting.log_prior()
         options = {

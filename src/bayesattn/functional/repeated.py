@@ -82,8 +82,10 @@ def repeated(
     Simple are sampled Weibull calls by the kernels without a bias, whose prior is fixed or waits to be computed.
     """
     wants_kl = need_kl and config.has_kl
-    call = Call(query, key, value, config, None, scale, None, dropout_p, wants_kl)
-    if config.family != "weibull" or dense.choose("auto", call) != "triton" or isinstance(log_prior, Tensor):
+    if config.family != "weibull" or isinstance(log_prior, Tensor):
+        return None
+    call = Call(query, key, value, config, None, scale, None, dropout_p, wants_kl, is_separable=False)
+    if dense.choose("auto", call) != "triton":
         return None
     from bayesattn.ops.attention import launch, triton, weibull, weibull_node
 

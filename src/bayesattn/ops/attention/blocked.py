@@ -4,7 +4,7 @@ Same mathematics as `reference.py`, written as one autograd function. The backwa
 block from query and key and draws its noise again, so nothing of size m × n is kept. Short sequences keep their blocks,
 which are then no larger than query, key, value and output together.
 
-The function returns the output and the log-sum-exp of the clean scores, which is all that the Weibull KL needs.
+The function returns the output and the log-sum-exp of the clean scores, which is all that a KL needs beside query and key.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
+from bayesattn.ops.attention.gram import separable_lognormal_kl
 from bayesattn.ops.attention.kl import weibull_kl
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.reference import expand_heads
@@ -38,15 +39,19 @@ def attention(
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
     """Return O = W V for one draw from torch's generator, and the KL of each example if `need_kl`."""
     b, h, m, _ = allowed.shape
-    key, value = expand_heads(key, h), expand_heads(value, h)
+    keys, values = expand_heads(key, h), expand_heads(value, h)
     closed, dead = _closed(allowed, query.device)
-    flat = (x.reshape(b * h, *x.shape[2:]) for x in (query, key, value))
-    keeps = torch.is_grad_enabled() and _may_keep(query, key, value, num_arrays=1 + need_kl)
-    output, lse = _BlockedAttention.apply(*flat, closed, dead, config, scale, int(noise.draw_seed()), need_kl, keeps)
+    flat = (x.reshape(b * h, *x.shape[2:]) for x in (query, keys, values))
+    need_lse = need_kl and (config.family == "weibull" or config.score_form == "log_softmax")
+    keeps = torch.is_grad_enabled() and _may_keep(query, keys, values, num_arrays=1 + need_lse)
+    output, lse = _BlockedAttention.apply(*flat, closed, dead, config, scale, int(noise.draw_seed()), need_lse, keeps)
     kl = None
-    if need_kl:
+    if need_kl and config.family == "lognormal":
+        rows = lse.view(b, h, m) if need_lse else None
+        kl = separable_lognormal_kl(query, key, rows, log_prior, allowed, config, scale)
+    elif need_kl:
         # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
-        column_sums = (key * (allowed.sum_over_queries(query) * scale)).sum(dim=-1).unsqueeze(-2)
+        column_sums = (keys * (allowed.sum_over_queries(query) * scale)).sum(dim=-1).unsqueeze(-2)
         kl = weibull_kl(column_sums, lse.view(b, h, m), log_prior, allowed, config)
     return output.view(b, h, m, value.shape[-1]), kl
 

@@ -114,9 +114,24 @@ def lognormal_kl(
     shift = 0.5 * config.sigma_q**2 + (0.0 if lse is None else lse)
     keys = allowed.sum_over_keys(first.new_ones((1, 1, 1, allowed.shape[-1])))
     squares = second - 2.0 * shift * first + keys * shift**2
+    return _reduce(_sum_rows(_from_squares(squares, keys, config), allowed), allowed, config)
+
+
+def lognormal_kl_from_squares(
+    squares: Float[Tensor, " b"], allowed: Allowed, config: AttentionConfig
+) -> Float[Tensor, " b"]:
+    """Return the lognormal KL of each example from Σ_ij (score − μ_j − x_i)², x_i as above."""
+    keys = allowed.sum_over_keys(squares.new_ones((1, 1, 1, allowed.shape[-1])))
+    entries = keys.expand(allowed.shape[:3]).flatten(1).sum(dim=-1)
+    return _reduce(_from_squares(squares, entries, config), allowed, config)
+
+
+def _from_squares(
+    squares: Float[Tensor, "*s"], entries: Float[Tensor, "*#s"], config: AttentionConfig
+) -> Float[Tensor, "*s"]:
+    """Return the lognormal KL of so many entries from the sum of (score − μ_j − x_i)² over them."""
     constant = lognormal_constant(sigma_q=config.sigma_q, sigma_p=config.sigma_p)
-    rows = 0.5 * squares / config.sigma_p / config.sigma_p + constant * keys
-    return _reduce(_sum_rows(rows, allowed), allowed, config)
+    return 0.5 * squares / config.sigma_p / config.sigma_p + constant * entries
 
 
 def capped_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:

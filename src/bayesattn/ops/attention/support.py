@@ -27,18 +27,19 @@ class Call(NamedTuple):
     seed: Seed | None
     dropout_p: float
     need_kl: bool
+    is_separable: bool
 
 
 def why_not_blocked(call: Call) -> str:
-    """The blocked CPU backend: draws from torch's generator, Weibull KL only."""
+    """The blocked CPU backend: draws from torch's generator; the lognormal KL only where all queries have the same keys."""
     if call.query.device.type != "cpu":
         return f"the tensors are on {call.query.device.type}, not on the CPU"
     if call.query.dtype not in (torch.float32, torch.float64):
         return f"the inputs are {call.query.dtype}, not float32 or float64"
     if call.seed is not None:
         return "it draws from torch's generator and takes no seed"
-    if call.need_kl and call.config.family != "weibull":
-        return "it has no lognormal KL"
+    if call.need_kl and call.config.family != "weibull" and not call.is_separable:
+        return "it has no lognormal KL where queries have keys of their own"
     if call.dropout_p > 0.0:
         return "it has no dropout"
     return _why_not_fused(call)

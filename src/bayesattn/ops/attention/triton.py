@@ -18,6 +18,7 @@ from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention import backward_kernels, forward_kernels
 from bayesattn.ops.attention.backward_kernels import ROW_FOR_EACH
+from bayesattn.ops.attention.gram import is_separable, separable_lognormal_kl
 from bayesattn.ops.attention.kl import lognormal_kl, lognormal_location, weibull_kl
 from bayesattn.ops.attention.launch import (
     MOST_LAUNCHES,
@@ -88,8 +89,8 @@ def _with_plain_kl(
     """Return output and KL, the latter by torch from what the kernels return."""
     weibull = config.family == "weibull"
     log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
-    mu = None
-    if not weibull:
+    mu, by_gram = None, not weibull and is_separable(allowed)
+    if not weibull and not by_gram:
         b, h, _, n = allowed.shape
         location = lognormal_location(log_prior, allowed, config)
         # filled in on the device: CUDA-graph capture cannot copy from the host
@@ -103,6 +104,8 @@ def _with_plain_kl(
     output = _narrowed(output, dv)
     if weibull:
         return output, weibull_kl(columns, lse, log_prior, allowed, config)
+    if by_gram:
+        return output, separable_lognormal_kl(query, key, lse if need_lse else None, log_prior, allowed, config, scale)
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
