@@ -58,6 +58,7 @@ VARIANTS = {
     "sampled-kl": "BAM-WC, KL at a draw",
     "gaussian-weights": "Gaussian weights",
     "uniform": "uniform",
+    "exact": "exact marginal",
 }
 BASELINE = "soft"
 # Table 3 of the paper, COCO, greedy search, in the order of MEASURES

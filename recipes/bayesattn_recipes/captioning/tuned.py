@@ -36,6 +36,7 @@ KINDS = {
         "mean",
         crossed(("attention.gaussian_sigma", (0.03, 0.1, 0.3, 1)), ("training.kl_schedule.final", (0.0002, 0.02))),
     ),
+    "exact marginal": Kind("exact", "mean", crossed(_DROPOUTS, ("attention.top_keys", (2, 16)))),
     "uniform": Kind("uniform", "mean", crossed(_DROPOUTS, ("learning_rate", (4e-3, 8e-3)))),
 }
 SEARCH_SEEDS = (1001,)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -119,6 +120,31 @@ def compare(
     return Effect(
         group, kind, len(seeds), mean, found.difference.value, low, high, found.p_value, search, paper, is_drawn=is_drawn
     )
+
+
+def compare_kinds(
+    rows: Sequence[Mapping[str, str]], group: str, measures: Mapping[str, tuple[str, float]], **options: Any
+) -> list[Effect]:
+    """Return the effects of all kinds in a comparison with equal search (`common.search`), one data set's, by measure.
+
+    Args:
+        rows: Of its CSV file.
+        group: Name of the data set; that of the measure is added where there are several.
+        measures: Column and scale by name.
+        options: For `compare`.
+    """
+    runs: dict[str, list[Mapping[str, str]]] = {}
+    for row in rows:
+        runs.setdefault(row["kind"], []).append(row)
+    found = []
+    for measure, (column, scale) in measures.items():
+        values = {kind: {int(row["seed"]): float(row[column]) for row in own} for kind, own in runs.items()}
+        for kind, own in runs.items():
+            if kind != "soft":
+                search = f"{runs['soft'][0]['settings_tried']} / {own[0]['settings_tried']}"
+                name = f"{group}, {measure}" if len(measures) > 1 else group
+                found.append(compare(name, kind, values[kind], values["soft"], search=search, scale=scale, **options))
+    return found
 
 
 def corrected(effects: Sequence[Effect]) -> tuple[Effect, ...]:

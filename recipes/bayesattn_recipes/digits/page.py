@@ -1,10 +1,11 @@
 """The page of digit results from its CSV file."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 from bayesattn_recipes.common import page as pages
-from bayesattn_recipes.digits.reproduce import KINDS, NOISE
+from bayesattn_recipes.digits.reproduce import NOISE
 
 # title: condition, column and the factor of what is shown; less NLL is better
 SETS = ("digits", "shapes")
@@ -20,14 +21,9 @@ def read(folder: Path) -> pages.Page:
     found = []
     for dataset, (group, (condition, column, scale)) in itertools.product(SETS, GROUPS.items()):
         rows = [row for row in pages.read_rows(folder / f"{dataset}.csv") if row["condition"] == condition]
-        by_kind = {kind: {int(row["seed"]): row for row in rows if row["kind"] == kind} for kind in KINDS}
-        values = {kind: {seed: float(row[column]) for seed, row in runs.items()} for kind, runs in by_kind.items()}
-        tried = {kind: next(iter(runs.values()))["settings_tried"] for kind, runs in by_kind.items()}
-        for kind in KINDS:
-            if kind != "soft":
-                # the control lies so far off that it would hide the others
-                options = {"search": f"{tried['soft']} / {tried[kind]}", "scale": scale, "is_drawn": kind != "uniform"}
-                found.append(pages.compare(f"{dataset}, {group}", kind, values[kind], values["soft"], **options))
+        effects = pages.compare_kinds(rows, f"{dataset}, {group}", {group: (column, scale)})
+        # the control lies so far off that it would hide the others
+        found += [replace(effect, is_drawn=effect.kind != "uniform") for effect in effects]
     return pages.Page(pages.corrected(found), "200 training images", "percentage points; hundredths of a nat")
 
 

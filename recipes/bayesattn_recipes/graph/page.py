@@ -1,6 +1,5 @@
 """The page of graph results from its CSV files."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,15 +31,9 @@ def read(folder: Path) -> pages.Page:
             options = {"search": "the paper's", "paper": gain, "scale": 100.0, "is_drawn": variant == "wc"}
             found.append(pages.compare(group, name, by_variant[variant], by_variant["soft"], **options))
     splits = pages.read_rows(folder / "graph-splits.csv")
-    for dataset, (measure, (column, scale)) in itertools.product(DATASETS, MEASURES.items()):
+    for dataset in DATASETS:
         inside = [row for row in splits if row["dataset"] == dataset]
-        of_kind = {kind: [row for row in inside if row["kind"] == kind] for kind in dict.fromkeys(r["kind"] for r in inside)}
-        values = {kind: {int(r["seed"]): float(r[column]) for r in rows} for kind, rows in of_kind.items()}
-        for kind, rows in of_kind.items():
-            if kind != "soft":
-                search = f"{of_kind['soft'][0]['settings_tried']} / {rows[0]['settings_tried']}"
-                group = f"{TITLES[dataset]}, splits, {measure}"
-                found.append(pages.compare(group, kind, values[kind], values["soft"], search=search, scale=scale))
+        found += pages.compare_kinds(inside, f"{TITLES[dataset]}, splits", MEASURES)
     return pages.Page(pages.corrected(found), "Graph attention networks", "percentage points; hundredths of a nat")
 
 
