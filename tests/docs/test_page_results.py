@@ -86,7 +86,7 @@ def test_digits_page_names_the_settings_that_were_chosen():
 def test_digits_page_gives_the_means_of_changed_priors():
     text = (FOLDER / "digits.md").read_text(encoding="utf-8")
     rows = pages.read_rows(FOLDER / "digits-sensitivity.csv")
-    shown = re.findall(r"^\| (?:β =|prior network of width|width) ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    shown = re.findall(r"^\| (?:k =|β =|prior network of width|width) ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     changes = list(dict.fromkeys(row["changed"] for row in rows))
     assert [value for value, *_ in shown] == [change.partition("=")[2] for change in changes]
     for change, (_, accuracy, nll) in zip(changes, shown, strict=True):
@@ -94,6 +94,10 @@ def test_digits_page_gives_the_means_of_changed_priors():
         assert len(found) == 5
         assert float(accuracy) == pytest.approx(sum(100 * float(row["accuracy"]) for row in found) / 5, abs=0.05)
         assert float(nll) == pytest.approx(sum(float(row["scaled_nll"]) for row in found) / 5, abs=5e-4)
+    tests = [row for row in pages.read_rows(FOLDER / "digits.csv") if (row["kind"], row["condition"]) == ("soft", "test")]
+    soft = [row for row in tests if int(row["seed"]) < 5]
+    accuracy, nll = (sum(float(row[name]) for row in soft) / 5 for name in ("accuracy", "scaled_nll"))
+    assert f"({100 * accuracy:.1f} and {nll:.3f} with these five" in text
 
 
 def test_language_page_counts_its_shifted_sets():

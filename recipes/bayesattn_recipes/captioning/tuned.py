@@ -30,6 +30,7 @@ KINDS = {
     "BAM-LC": Kind("lc", "mean", SPREADS),
     "BAM-WF": Kind("wf", "mean", _WEIBULL),
     "BAM-WC": Kind("wc", "mean", _WEIBULL),
+    "BAM-WC, paper's k and β": Kind("wc", "mean", (_PAPER,)),
     "BAM-WC, KL at a draw": Kind("sampled-kl", "mean", _WEIBULL),
     "Gaussian weights": Kind(
         "gaussian-weights",

@@ -43,8 +43,9 @@ NUM_SAMPLES = 20
 NOISE = 1.0
 CONDITIONS = ("test", f"noise-{NOISE:g}", *SHIFTS)
 MEASURES = ("accuracy", "nll", "aurc", "scaled_nll", "scaled_ece")
-# the effect of the prior's settings, around the chosen ones of BAM-WC
+# the effect of single settings, around the chosen ones of BAM-WC
 SENSITIVITY = (
+    *crossed(("attention.weibull_k", (1, 2, 5, 10, 20, 50, 100))),
     *crossed(("attention.gamma_beta", (0.01, 0.1, 1, 10))),
     *crossed(("attention.prior_hidden_dim", (1, 5, 20, 50))),
 )

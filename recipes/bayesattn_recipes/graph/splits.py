@@ -22,13 +22,19 @@ from bayesattn_recipes.graph.evaluate import draw, measure_draws
 from bayesattn_recipes.graph.inputs import neighborhood
 from bayesattn_recipes.graph.train import fit
 
-_SOFT_GRID = crossed(("dropout", (0.2, 0.4, 0.6, 0.8)), ("weight_decay", (5e-4, 2e-3)))
-_NOISE_GRID = crossed(("attention.weibull_k", (0.5, 1, 5, 20)), ("dropout", (0.4, 0.6)))
+_DECAY = ("weight_decay", (5e-4, 2e-3))
+_SOFT_GRID = crossed(("dropout", (0.2, 0.4, 0.6, 0.8)), _DECAY)
+_NOISE_GRID = crossed(("attention.weibull_k", (0.5, 5)), ("dropout", (0.4, 0.6)), _DECAY)
+_SPREAD_GRID = crossed(("attention.sigma_p", (3, 30, 300, 1000)), _DECAY)
+_SPREAD = ("attention.sigma_q=0.3", "dropout=0.6")
 KINDS = {
     "soft": Kind("soft-tuned", "mean", _SOFT_GRID),
     "MC dropout": Kind("soft-tuned", "dropout", _SOFT_GRID),
     "ensemble of 3": Kind("soft-tuned", "mean", _SOFT_GRID, members=3),
     "BAM-NOKL": Kind("nokl-tuned", "mean", _NOISE_GRID),
+    "BAM-LF": Kind("wc-tuned", "mean", _SPREAD_GRID, ("attention.variant=BAM-LF", *_SPREAD)),
+    "BAM-LC": Kind("wc-tuned", "mean", _SPREAD_GRID, ("attention.variant=BAM-LC", *_SPREAD)),
+    "BAM-WF": Kind("wc-tuned", "mean", _NOISE_GRID, ("attention.variant=BAM-WF",)),
     "BAM-WC": Kind("wc-tuned", "mean", _NOISE_GRID),
     "uniform": Kind("soft-tuned", "mean", _SOFT_GRID, ("attention.variant=uniform",)),
 }

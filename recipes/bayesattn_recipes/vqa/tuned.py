@@ -29,6 +29,7 @@ KINDS = {
     "BAM-LC": Kind("lc", "mean", SPREADS),
     "BAM-WF": Kind("wf", "mean", _WEIBULL),
     "BAM-WC": Kind("wc", "mean", _WEIBULL),
+    "BAM-WC, paper's k and β": Kind("wc", "mean", (_PAPER,)),
     "uniform": Kind("uniform", "mean", crossed(_DROPOUTS, ("learning_rate", (1e-3, 2e-3)))),
 }
 SEARCH_SEEDS = (1001,)
