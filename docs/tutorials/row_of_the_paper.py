@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A row of the paper
 #
-# The paper's first table compares soft attention and BAM-WC in a graph attention network. Every row is a config of the graph recipe, and four
-# commands go from nothing to a report. Here they run on the generated graph, which needs no files. For a row of the table itself,
-# put `cora-wc` for `generated-wc` and add `--data DIR` with the Planetoid files; nothing else changes. [Our table](../results/graph.md)
-# has 20 seeds on three graphs; here there is one.
+# The paper's first table compares soft attention and BAM-WC in a graph attention network. Every row is a config of the graph recipe, and
+# a few commands lead from there to a report. Here they run on the generated graph, which needs no files. For a row of the table itself,
+# replace `generated-wc` with `cora-wc` and add `--data DIR` with the Planetoid files; nothing else changes. [Our
+# table](../results/graph.md) has 20 seeds on three graphs; here there is one.
 
 # %%
 import json
@@ -22,7 +22,7 @@ def bayesattn(line):
 # %% [markdown]
 # ## Train and evaluate
 #
-# A run is a folder: parameters, log, config, predictions, metrics. An interrupted command goes on with `--resume`.
+# A run is a folder: parameters, log, config, predictions, metrics. An interrupted command continues with `--resume`.
 
 # %%
 bayesattn("train graph --config generated-soft --out runs/soft")
@@ -34,8 +34,8 @@ print(*sorted(path.name for path in Path("runs/wc").iterdir()), sep="\n")
 # %% [markdown]
 # ## The row
 #
-# Every number of a run is in its `metrics.json`, with a 95 % bootstrap interval over the test nodes. `mean` predicts without draws, `attention`
-# from 20 draws.
+# Every number of a run is in its `metrics.json`, with a 95 % bootstrap interval over the test nodes. `mean` predicts without draws,
+# `attention` with 20 draws.
 
 
 # %%
@@ -59,15 +59,15 @@ Markdown("\n".join(table))
 # %% [markdown]
 # ## The report
 #
-# `bayesattn report` writes one HTML page with tables, intervals and figures that loads nothing from elsewhere. All runs of a table in one go:
-# `bayesattn reproduce graph`.
+# `bayesattn report` writes one self-contained HTML page with tables, intervals and figures. `bayesattn reproduce graph` does all runs of
+# a table in one go.
 
 # %%
 bayesattn("report runs/soft runs/wc --out report.html")
 print(f"{Path('report.html').stat().st_size / 1e6:.1f} MB")
 
 # %% [markdown]
-# ## What was seen
+# ## Result
 
 # %%
 soft, drawn = (
