@@ -19,10 +19,10 @@ def batch_axes(arguments: Arguments, batch_dims: BatchDims) -> tuple[dict[int | 
 
     Args:
         arguments: By position or name.
-        batch_dims: One axis for all of them, or one for each, None where all draws share the argument.
+        batch_dims: One axis for all of them, or one for each; None for an argument that all draws share.
 
     Raises:
-        ValueError: An axis does not exist, lengths differ, or an argument with data is not mentioned.
+        ValueError: An axis does not exist, lengths differ, or an argument with data has no entry.
     """
     given = _by_argument(arguments, batch_dims)
     axes, lengths = {}, {}
@@ -85,9 +85,9 @@ def split_draws(together: Shaped[Tensor, "..."], one: torch.Size, count: int) ->
     longer = [axis for axis, (now, before) in enumerate(zip(together.shape, one)) if now != before]
     if together.ndim != len(one) or len(longer) != 1 or together.shape[longer[0]] != count * one[longer[0]]:
         raise ValueError(
-            f"batch_dims needs an output with one axis that is {count} times as long for {count} draws: expected this of "
-            f"shape {tuple(one)}, got {tuple(together.shape)}. Use chunk_size=1 or leave out batch_dims to compute the "
-            "draws one by one"
+            f"batch_dims needs an output with one axis that is {count} times as long for {count} draws: one draw has shape "
+            f"{tuple(one)}, all together gave {tuple(together.shape)}. Use chunk_size=1 or leave out batch_dims to compute "
+            "the draws one by one"
         )
     axis = longer[0]
     return together.unflatten(axis, (count, one[axis])).movedim(axis, 0)

@@ -36,7 +36,7 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int
 
 
 def same_device(like: str, device: torch.device, **values: Tensor | None) -> None:
-    """Require tensors on one device: a kernel would read unrelated memory at its address."""
+    """Require tensors on one device; a kernel would read unrelated memory for any other."""
     for name, value in values.items():
         if value is not None and value.device != device:
             raise ValueError(f"{name} must be on {device} like {like}, got {value.device}")
@@ -121,7 +121,7 @@ def edge_pair(source: Tensor, target: Tensor, negative_slope: float, num_sources
 def edge_features(
     features: Tensor, att_source: Tensor, att_target: Tensor, negative_slope: float, num_sources: int, num_targets: int
 ) -> None:
-    """Check features and vectors of the edge scores against the graph, whose sources and targets must be the same nodes."""
+    """Check features and vectors of the edge scores against the graph; its sources and targets must be the same nodes."""
     floating("features of the scores", features)
     if features.ndim != 3 or features.shape[0] != num_sources or num_sources != num_targets:
         raise ValueError(

@@ -28,7 +28,7 @@ class Unspecified(Enum):
 # the value of `variant` when none is given; a subclass with more variants repeats it
 DEFAULT_VARIANT: Any = Unspecified.TOKEN
 
-# the field that says how much noise a family has
+# the field that sets the noise of a family
 NOISE_FIELD: dict[str, str] = {"weibull": "weibull_k", "lognormal": "sigma_q"}
 # variant: posterior family, prior kind (None: no KL). `soft` has no noise at all.
 VARIANTS: dict[Variant, tuple[Family | None, PriorKind | None]] = {
@@ -52,8 +52,8 @@ PRESETS: dict[Preset, dict[str, str]] = {
     "default": {"score_form": "log_softmax", "alpha_form": "beta_psi", "mu_form": "log_psi", "kl_reduction": "row_mean"},
 }
 
-# `dataclasses.replace` passes every old value on as if it had been given. So values that a preset fills in are objects of
-# their own, equal to the plain strings, by which they can be told from the same value written by a user
+# `dataclasses.replace` passes every old value on as if it had been given. So a value that a preset fills in is a separate
+# string object: equal to the plain string, but distinguishable by identity from the same value given by a user
 _FILLED = {preset: {name: str(form.encode(), "ascii") for name, form in forms.items()} for preset, forms in PRESETS.items()}
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -75,19 +75,19 @@ class _Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What is random about the attention weights, and what they are pulled towards.
+    """The distribution of the attention weights, and the prior they are pulled towards.
 
         AttentionConfig(posterior="weibull", prior="contextual")  ==  AttentionConfig("BAM-WC")
 
-    The default numbers and the `default` preset are those that trained well in the recipes, found on validation data
-    (docs/concepts/deviations.md); the paper's own settings are in the configs of each recipe.
+    The default numbers and the `default` preset trained well in the recipes; they were chosen on validation data
+    (docs/concepts/deviations.md). The paper's own settings are in the configs of each recipe.
 
-    `dataclasses.replace(config, preset=...)` changes the forms that came from the old preset and keeps those that were
-    given. `replace` takes `variant`, or `posterior` and `prior`, too.
+    `dataclasses.replace(config, preset=...)` changes the forms that came from the old preset and keeps those given
+    explicitly. `replace` also takes `variant`, or `posterior` and `prior`.
 
     Args:
         variant: The paper's code: `soft`, `BAM-NOKL`, or `BAM-` with L(ognormal) or W(eibull) posterior and F(ixed) or
-            C(ontextual) prior. Or give the next two. Without any of the three it is `BAM-WC`.
+            C(ontextual) prior. Alternatively, give the next two. Without any of the three it is `BAM-WC`.
         posterior: Distribution of the unnormalized weights: `weibull`, `lognormal`, or `none` (or None) for soft attention.
             Read it as `config.family`.
         prior: What the KL pulls towards: a `contextual` prior, computed from the keys, a `fixed` one, or None for no KL.
@@ -96,12 +96,12 @@ class AttentionConfig:
         gamma_alpha: Shape of the fixed Gamma prior (BAM-WF).
         gamma_beta: Rate β of the Gamma prior.
         sigma_q: Standard deviation of the lognormal posterior's logarithm.
-        sigma_p: The same of the lognormal prior.
+        sigma_p: The same for the lognormal prior.
         mu_p: Location of the fixed lognormal prior (BAM-LF).
         prior_hidden_dim: Width d_mid of the contextual prior's hidden layer.
         prior_per_head: One prior network per head instead of one shared by the heads of a module.
         detach_keys: Keep the prior's gradient out of the key projection.
-        preset: Where the four options below come from when they are None.
+        preset: Sets those of the four options below that are None.
         score_form: Φ of the KL: the `raw` scores, or their `log_softmax` over the valid keys.
         alpha_form: Contextual Gamma shape: α = Ψ (`psi`) or α = βΨ (`beta_psi`), whose prior mean is Ψ.
         mu_form: Contextual lognormal location: μ_p = Ψ (`psi`) or ln Ψ (`log_psi`).
@@ -171,7 +171,7 @@ class AttentionConfig:
     def _code(
         self, posterior: Posterior | Unspecified | None, prior: PriorKind | Unspecified | None, origin: _Origin | None
     ) -> str:
-        """Return the variant's code, which was given itself or as posterior and prior."""
+        """Return the variant's code, given directly or as posterior and prior."""
         is_code_given = self.variant is not DEFAULT_VARIANT if origin is None else self.variant != origin.variant
         variant = _DEFAULT if self.variant is DEFAULT_VARIANT else self.variant
         given = {"posterior": posterior, "prior": prior}
@@ -223,7 +223,7 @@ class AttentionConfig:
 
     @property
     def needs_key_dim(self) -> bool:
-        """Whether a module needs the number of features of a key, which its prior reads."""
+        """Whether a module needs the number of features per key, because its prior reads the keys."""
         return self.prior_kind == "contextual"
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,6 +237,6 @@ class AttentionConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"AttentionConfig has no keys {unknown}. Its keys are {known}")
-        # a file names every form; those of its preset follow the preset, as in the config that was saved
+        # a file names every form; those equal to its preset's follow the preset, as in the config that was saved
         forms = PRESETS.get(values.get("preset", "default"), {})
         return cls(**{name: value for name, value in values.items() if name not in forms or forms[name] != value})

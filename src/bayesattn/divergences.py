@@ -87,7 +87,7 @@ def kl_lognormal_lognormal(
 
         ln σ_p − ln σ_q + (σ_q² + (Φ − σ_q²/2 − μ_p)²) / (2 σ_p²) − 1/2
 
-    Squares are taken after dividing by σ_p, and the constants as Python floats, so σ_p = 1e15 beside σ_q = 1e-15
+    Squares are taken after dividing by σ_p, and the constants are Python floats, so σ_p = 1e15 with σ_q = 1e-15
     neither overflows nor underflows.
 
     Example:

@@ -1,4 +1,4 @@
-"""How spread attention is, measured in a scope: the training loop's warning of attention that collapses onto one key."""
+"""How spread out attention is, measured in a scope: the training loop warns when attention collapses onto one key."""
 
 import threading
 from collections.abc import Iterator
@@ -33,10 +33,11 @@ class EntropyScope:
 
 @contextmanager
 def observe_entropy() -> Iterator[EntropyScope]:
-    """Open a scope that measures how spread the mean attention weights of every call in this thread are.
+    """Open a scope that measures how spread out the mean attention weights of every call in this thread are.
 
-    It is the entropy of softmax(Φ) in each row, divided by the logarithm of the row's number of allowed keys: 1 is uniform,
-    0 one key. Rows with one key or none are left out. It costs a pass over the scores, so do not use it at every step.
+    The measure is the entropy of softmax(Φ) in each row, divided by the logarithm of the row's number of allowed keys: 1 is
+    uniform, 0 one key. Rows with one key or none are left out. It costs a pass over the scores, so do not use it at every
+    step.
 
     Example:
         >>> with observe_entropy() as seen:
@@ -52,7 +53,7 @@ def observe_entropy() -> Iterator[EntropyScope]:
 
 
 def is_observing_entropy() -> bool:
-    """Whether a call's scores are wanted by an `observe_entropy()` scope.
+    """Whether an open `observe_entropy()` scope needs the scores of a call.
 
     Example:
         >>> with observe_entropy():

@@ -22,7 +22,7 @@ class RunError(ValueError):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a whole file or nothing: into a temporary file of the same folder, which then takes the name.
+    """Write a whole file or nothing: into a temporary file in the same folder, which is then renamed.
 
     The content is on the disk before the file gets its name, and the name before this returns: even after a power cut there
     is either the old file or the new one.
@@ -78,7 +78,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path, limit: int, kind: str = "text") -> str:
-    """Read an ordinary UTF-8 file of at most `limit` bytes; `kind` is what errors call its content."""
+    """Read an ordinary UTF-8 file of at most `limit` bytes; errors call its content `kind`."""
     check_file(path)
     try:
         with path.open("rb") as file:
@@ -121,6 +121,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    # types that torch does not have, or that this one does not know, are errors of several kinds
+    # types that torch does not have, or that this version does not know, raise errors of several kinds
     except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise RunError(f"{path} cannot be read as safetensors: {error}") from None

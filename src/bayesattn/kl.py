@@ -12,10 +12,10 @@ Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant ch
 the forward without a graph and again, with one, during the backward pass, when the scope has long been closed. For such
 entries `total()` returns a value whose backward notes the gradient it receives (that is, the KL weight), and the
 recomputed call attaches its KL to its output with an identity that adds this gradient (`_Carry`). If the
-recomputation never comes, the KL would silently count for nothing: that raises.
+recomputation never happens, the KL would silently be lost: that raises.
 
 Non-reentrant checkpointing needs less: its recomputation only has to compute the KL again wherever the forward did,
-so that both save the same tensors. Every module remembers whether its last forward pass with gradients recorded.
+so both save the same tensors. Every module remembers whether its last forward pass with gradients recorded.
 """
 
 import threading
@@ -127,8 +127,8 @@ def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
     """Open a scope that collects the KL of every Bayesian attention call in this thread. Scopes do not nest.
 
     Args:
-        model: Gives the entries the names that the modules have in it; otherwise they go by their class. With it, there is a
-            warning if the optimizer does not change the priors.
+        model: Entries are named after its modules; without it, after their classes. With it, there is a warning if the
+            optimizer does not change the priors.
 
     Example:
         >>> import bayesattn as ba

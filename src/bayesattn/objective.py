@@ -25,7 +25,7 @@ class ELBO(NamedTuple):
         loss: The negative ELBO.
         nll: The NLL.
         kl: KL of one example, without its weight.
-        kl_weight: The weight that the KL got: λ_t, or less where the cap held.
+        kl_weight: The weight applied to the KL: λ_t, or less where the cap applied.
         weighted_kl: What was added to the NLL.
 
     Example:
@@ -50,7 +50,7 @@ def elbo(
     accumulation_steps: int = 1,
     max_share: float | None = MAX_SHARE,
 ) -> ELBO:
-    """Return the negative ELBO per label (Eq. 5), so that the KL weighs the same at every batch size.
+    """Return the negative ELBO per label (Eq. 5), so the KL has the same weight at every batch size.
 
         loss = (NLL + λ · KL / labels_per_example) / accumulation_steps
 
@@ -62,14 +62,14 @@ def elbo(
     The KL grows with depth and length: over a pretrained encoder it is thousands of times the NLL, and λ = 1 leaves a model
     that predicts the majority class. So λ is `kl_weight` or less, such that the weighted KL is at most `max_share` of |NLL|.
     The default was chosen with e5-small on SST-2, MRPC and RTE, three seeds (docs/concepts/kl.md). The cap is a number,
-    not part of the graph, and is computed on the device. Each call has its own: with accumulation or DDP, each micro-batch.
+    not part of the graph, and is computed on the device, per call: with accumulation or DDP, per micro-batch.
     Where the NLL is 0, so is λ.
 
     Args:
         nll: Negative log-likelihood, averaged over labels.
         kl: KL of one example.
-        kl_weight: λ_t, usually from a `KLSchedule`. At 0 the term stays in the graph, multiplied by 0, so that every
-            prior parameter still gets a gradient (DDP requires one).
+        kl_weight: λ_t, usually from a `KLSchedule`. At 0 the term stays in the graph, multiplied by 0, so every prior
+            parameter still gets a gradient (DDP requires one).
         labels_per_example: Labels that share one example's KL.
         accumulation_steps: Micro-batches per optimizer step; each loss is divided by it.
         max_share: Largest weighted KL, as a share of |NLL|; None is the paper's objective, λ = `kl_weight`.

@@ -84,9 +84,9 @@ def observe(
     A model without Bayesian attention is converted to soft attention while the scope is open.
 
     Args:
-        model: Any model that `bayesianize` can convert, or one that is Bayesian already.
-        positions: Keys whose share of the weight is wanted: a boolean mask `n` or `b n`.
-        queries: Which queries count, `m` or `b m`; usually the batch's attention mask. All that have a key by default.
+        model: Any model that `bayesianize` can convert, or one that is already Bayesian.
+        positions: Keys whose share of the weight to measure: a boolean mask `n` or `b n`.
+        queries: Which queries count, `m` or `b m`; usually the batch's attention mask. By default, all that have a key.
 
     Raises:
         ValueError: The model cannot be converted, attends along the edges of a graph, or a mask is not boolean.

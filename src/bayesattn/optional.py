@@ -14,7 +14,7 @@ class needs_extra:
         with needs_extra("bayesattn.integrations.hf", "hf"):
             from transformers import Trainer
 
-    A class, and not a generator, so that type checkers see that it swallows no error and that the imported names are bound.
+    A class rather than a generator: type checkers then see that it swallows no error and that the imported names are bound.
 
     Args:
         what: What cannot be used without it.
@@ -35,7 +35,7 @@ class needs_extra:
 
 
 class MissingExtra(ModuleNotFoundError):
-    """An extra that is not installed; `name` is the missing module, as of every `ModuleNotFoundError`."""
+    """An extra that is not installed; `name` is the missing module, as for every `ModuleNotFoundError`."""
 
     def __init__(self, what: str, extra: str, name: str | None = None) -> None:
         super().__init__(f"{what} needs the extra {extra!r}: pip install 'bayesattn[{extra}]'", name=name)

@@ -2,7 +2,7 @@
 
 Scores of ±1e4 fit into float16, but gradients of a KL there often do not: a row may add e¹⁰ ≈ 22,026 to a score's
 gradient (`attention/kl.py`), times a query or key of 100, summed over keys. The nearest float16 is then ±65504, not
-infinity, which would turn into NaN one step further back. bfloat16 has float32's range and needs nothing.
+infinity, which would turn into NaN one step further back. bfloat16 has float32's range and needs none of this.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +44,7 @@ def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:
 
 
 def upcast(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Cast to float32 or better; the gradient on its way back is cast by `saturate`."""
+    """Cast to float32 or better; `saturate` casts the gradient on its way back."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.to(dtype) if x.dtype != torch.float16 else _Saturating.apply(x, dtype)
 

@@ -32,7 +32,7 @@ Task = Literal["multiclass", "multilabel", "regression"]
 
 @contextmanager
 def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
-    """Draw attention weights although the model is in eval mode; everything else stays as in eval.
+    """Draw attention weights even though the model is in eval mode; everything else stays as in eval.
 
     Nested scopes add up. A copy of the model made inside one draws no attention weights; dropout layers that are switched on
     stay on in the copy until its `eval()`.
@@ -79,7 +79,7 @@ def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
 
 
 _fused_lock = threading.Lock()
-# how many scopes of all threads need torch's switch off, and how it stood before the first
+# how many scopes of all threads need torch's switch off, and its value before the first
 _fused_users, _fused_before = 0, True
 
 
@@ -87,7 +87,7 @@ _fused_users, _fused_before = 0, True
 def _without_fused_layers() -> Iterator[None]:
     """Switch off torch's fused transformer layer, which is taken in eval mode and never calls its dropout modules.
 
-    The switch is global to the process: the first scope of any thread turns it off, the last one puts it back.
+    The switch is global to the process: the first scope of any thread turns it off, the last one restores it.
     """
     global _fused_users, _fused_before
     with _fused_lock:
@@ -174,24 +174,24 @@ def predict(
 ) -> Prediction:
     """Draw `num_samples` predictions for one batch.
 
-    Draws are made one by one, in as many forward passes, which is right for every model: for graphs, and whichever axis
-    the batch is. Where `batch_dims` says what the batch is, several draws share a pass.
+    Draws are made one by one, each in its own forward pass. This is right for every model, graphs included, and for any
+    batch axis. If `batch_dims` names the batch axis, several draws share a pass.
 
     Args:
         model: A model with Bayesian attention; put into eval mode for the call and back afterwards.
         inputs: A tensor, a sequence of positional arguments, a mapping of keyword arguments, or one object that the model
             takes, such as PyG's `Data`.
         num_samples: M.
-        seed: Same seed, same draws; torch's generators are left as they were.
-        chunk_size: With `batch_dims`, draws per forward pass at most; None is all. The draws do not depend on it: lower it
-            when memory is short.
+        seed: Same seed, same draws; torch's generators are left unchanged.
+        chunk_size: With `batch_dims`, the most draws per forward pass; None means all. The draws do not depend on it: lower
+            it when memory is short.
         batch_dims: The batch axis of the arguments, along which they are repeated: one for all (0 in batch-first models),
             or a sequence or mapping with one for each, None where all draws share an argument. A model that merges the
-            batch with another axis must keep it outermost. Dropout is drawn one by one all the same.
+            batch with another axis must keep it outermost. With dropout, draws are still made one by one.
         task: `multiclass` (softmax over the last axis), `multilabel` (sigmoid) or `regression` (as is).
         dropout: Also sample the dropout layers.
-        output: Gets the logits out of what the model returns; by default the tensor itself, `.logits`, or the first
-            entry of a tuple.
+        output: Extracts the logits from the model's output; by default the tensor itself, `.logits`, or the first entry of
+            a tuple.
 
     Raises:
         ValueError: An argument is out of range, or the model does not treat the batch as `batch_dims` says.
@@ -242,9 +242,9 @@ def predict(
 def _draw_together(
     forward: Callable[[int], Tensor], batch: int, num_samples: int, chunk_size: int
 ) -> Shaped[Tensor, "s ..."]:
-    """Return the draws, with noise of its own for each draw of each example, whatever pass it is in."""
+    """Return the draws; each draw of each example has its own noise, whatever pass it is in."""
     seed, draws = int(draw_seed()), []
-    # the first draw has a pass of its own: its shape shows which axis of the output is the batch
+    # the first draw has its own pass: its shape shows which axis of the output is the batch
     starts = [0, *range(1, num_samples, chunk_size), num_samples]
     for start, stop in pairwise(starts):
         with keyed_noise(example_seeds(seed, 0, torch.arange(start * batch, stop * batch))):

@@ -5,8 +5,8 @@
 The paper indexes α and μ by the query i; Ψ has one row per key, so j is meant. A fixed prior has no parameters and
 needs no module: it is `gamma_alpha` or `mu_p` of the config.
 
-Initial values come from a generator of the prior's own. Its seed is a hash of a name and of the state of torch's generators,
-which are read and not advanced. So soft and Bayesian models of one `torch.manual_seed` share every other initial value.
+Initial values come from the prior's own generator. Its seed is a hash of a name and of the state of torch's generators,
+which are read but not advanced. So soft and Bayesian models with one `torch.manual_seed` share every other initial value.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def contextual_log_prior(
 ) -> Float[Tensor, "b h 1 n"]:
     """Return ln Ψ, a log-softmax over the valid keys, in float32 or better.
 
-    A key that is not valid gets −inf; where none is valid all entries are 0 (and count nowhere).
+    A key that is not valid gets −inf; where none is valid all entries are 0 (and are never used).
 
     Example:
         >>> logits, valid = torch.zeros(1, 1, 4), torch.tensor([[[True, True, False, True]]])
@@ -123,7 +123,7 @@ class ContextualPrior(nn.Module):
         if fused is not None:
             return fused.log_prior()
         logits = self.logits(key.transpose(0, 1)) if self.num_networks > 1 else self.logits(key).transpose(0, 1)
-        # squeezing gives the gradient back as it is, indexing would put it into a tensor of zeros
+        # squeezing passes the gradient back as it is; indexing would put it into a tensor of zeros
         return contextual_log_prior(logits.unsqueeze(0), used).squeeze(2).squeeze(0).transpose(0, 1)
 
     def fused_of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> NodePrior | None:
@@ -145,13 +145,13 @@ class ContextualPrior(nn.Module):
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return W₁, b₁, W₂ and b₂."""
-        # by the dictionary: `self.weight_in` runs through Python code of torch
+        # from the dictionary: `self.weight_in` runs through Python code of torch
         held = self._parameters
         names = ("weight_in", "bias_in", "weight_out", "bias_out")
         return tuple(held[name] if name in held else getattr(self, name) for name in names)  # type: ignore[return-value]
 
     def signature(self) -> tuple:
-        """Return what decides how the network is computed, beside the keys."""
+        """Return what decides, besides the keys, how the network is computed."""
         weight = self.weights()[0]
         return weight.shape, weight.dtype, weight.get_device(), self.detach_keys
 

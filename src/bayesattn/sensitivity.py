@@ -11,9 +11,9 @@ has the gradient of its output, from which Σ_i (∂d/∂Φ_ij)² follows: one v
 pass is the model's own to the last bit, one backward pass through the activations gives all layers, and parameters need no
 gradient. One entry per call: ALBERT runs one module twelve times.
 
-Nodes of a graph mix, so their squares cannot be added up on the way. There every call has an anchor that is added to the
-scores of the edges: its gradient is theirs, one number at a time; or it has a direction, and the number's tangent along
-it is asked for.
+Nodes of a graph mix, so their squares cannot be added up on the way. There every call has its own anchor, which is added to
+the scores of the edges. Its gradient is theirs, one number at a time; or it has a direction, and forward mode gives the
+number's tangent along it.
 """
 
 import threading
@@ -39,12 +39,12 @@ class Call:
     """One attention call inside `score_sensitivity()`.
 
     Attributes:
-        module: Who made it.
-        anchor: What a backward pass differentiates by; on edges it is part of the scores, and its gradient is ∂d/∂Φ_e.
-        edges: The edges, where it is on some.
-        shape: Examples, heads and keys, where it is not on edges.
-        squares: Σ_i (∂d/∂Φ_ij)² of the last backward pass that came through; None before.
-        attention: What the squares of a dot-product attention are computed from, beside the gradient of its output.
+        module: The module that made it.
+        anchor: The tensor that a backward pass differentiates by; on edges, part of the scores, with gradient ∂d/∂Φ_e.
+        edges: The edges, for attention on edges.
+        shape: Examples, heads and keys, for attention not on edges.
+        squares: Σ_i (∂d/∂Φ_ij)² from the last backward pass that reached it; None before.
+        attention: Inputs from which the squares of a dot-product attention are computed, besides its output's gradient.
         grad_output: That gradient, where it waits for other calls of its kind.
     """
 
@@ -94,7 +94,7 @@ def is_open() -> bool:
 
 
 def through_scores(scores: Float[Tensor, "*bh m n"], module: nn.Module) -> Float[Tensor, "*bh m n"]:
-    """Return the scores as they are, and add the call to the open scope. For scores of any kind, before the softmax."""
+    """Return the scores unchanged and add the call to the open scope; for scores of any kind, before the softmax."""
     shape = scores.shape
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
     return _ThroughScores.apply(full, _local.anchor, _new_call(module, full.shape)).reshape(shape)
@@ -121,14 +121,14 @@ def through_attention(
     heads_last: bool = False,
     **options: Any,
 ) -> Float[Tensor, "b _ _ dv"]:
-    """Return the output of a dot-product attention as it is, and add the call to the open scope.
+    """Return the output of a dot-product attention unchanged and add the call to the open scope.
 
     Args:
-        output: Computed by whoever computes it: the scores are only needed in the backward pass, and formed there.
+        output: The output, from any implementation: the scores are needed only in the backward pass and computed there.
         query: Queries.
         key: Keys.
         value: Values.
-        module: Who made the call.
+        module: The module that made the call.
         heads_last: Whether the output has its heads after the queries.
         options: Mask, bias, scale and so on, as for `squared_score_gradients`.
     """
@@ -145,7 +145,7 @@ def _new_call(module: nn.Module, shape: tuple[int, ...]) -> Call:
 
 
 class _ThroughScores(torch.autograd.Function):
-    """Identity on scores; what passes on the way back is squared, summed over queries and given to the call."""
+    """Identity on scores; their gradient is squared, summed over queries and stored in the call."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, anchor: Tensor, call: Call) -> Tensor:
@@ -160,7 +160,7 @@ class _ThroughScores(torch.autograd.Function):
 
 
 class _ThroughAttention(torch.autograd.Function):
-    """Identity on an attention output; the call is given the gradient of the output on its way back."""
+    """Identity on an attention output; its gradient is stored in the call."""
 
     @staticmethod
     def forward(ctx, output: Tensor, anchor: Tensor, call: Call) -> Tensor:

@@ -13,7 +13,7 @@ PRIOR_NAME, WEIGHTS_NAME = "bayes_prior", "bayes_weights"
 
 # warn where the weighted KL is this many times the NLL, on average over this many micro-batches
 DWARFS, BATCHES = 10.0, 100
-# warn after this many optimizer steps that left the priors as they were (several optimizers may take turns)
+# warn after this many optimizer steps that left the priors unchanged (several optimizers may take turns)
 IDLE_STEPS = 3
 
 
@@ -59,7 +59,7 @@ def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Warn if parameters of priors are in none of the optimizers."""
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    # FSDP and DeepSpeed optimize tensors of their own, which cannot be matched to the priors
+    # FSDP and DeepSpeed optimize their own tensors, which cannot be matched to the priors
     if not any(id(p) in held for p in model.parameters()):
         return
     missing = {name: p for name, p in added_parameters(model).items() if id(p) not in held}

@@ -86,7 +86,8 @@ def test_digits_page_names_the_settings_that_were_chosen():
 def test_digits_page_gives_the_means_of_changed_priors():
     text = (FOLDER / "digits.md").read_text(encoding="utf-8")
     rows = pages.read_rows(FOLDER / "digits-sensitivity.csv")
-    shown = re.findall(r"^\| (?:k =|β =|prior network of width|width) ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    line = r"^\| (?:k =|β =|prior network of width|width) ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
+    shown = re.findall(line, text, re.MULTILINE)
     changes = list(dict.fromkeys(row["changed"] for row in rows))
     assert [value for value, *_ in shown] == [change.partition("=")[2] for change in changes]
     for change, (_, accuracy, nll) in zip(changes, shown, strict=True):

@@ -70,7 +70,7 @@ def test_settings_that_change_the_numbers_are_in_the_name():
     ("stats", "message"),
     [
         ({"input_tokens": [[5]], "greedy_tokens": [[]]}, "a generation in greedy_tokens has no token"),
-        ({"input_tokens": [[0, 0]], "greedy_tokens": [[5]]}, "padding only"),
+        ({"input_tokens": [[0, 0]], "greedy_tokens": [[5]]}, "only padding"),
     ],
 )
 def test_nothing_to_score_is_an_error(stats, message):

@@ -15,7 +15,7 @@ SIZE = 16
 
 
 def backends() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield operation and backend, and by device `works` or the reason why not."""
+    """Yield operation, backend and, for each device, `works` or the reason it does not."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     tried = {
         "attention": (_attention, functional.BACKENDS),
@@ -31,10 +31,10 @@ def backends() -> Iterator[tuple[str, str, dict[str, str]]]:
 def _state(probe: Callable[[str, Tensor], object], backend: str, device: str) -> str:
     try:
         probe(backend, torch.zeros(1, 1, SIZE, SIZE, device=device))
-    # whatever is wrong with a driver or a compiler belongs in the table
+    # the table reports any failure of a driver or a compiler
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        # of a refusal the reason is enough: "backend 'triton' cannot be used here: REASON. Use …"
+        # keep only the reason: "backend 'triton' cannot be used here: REASON. Use …"
         return text.removeprefix(f"backend {backend!r} cannot be used here: ").partition(". Use ")[0]
     return "works"
 

@@ -42,10 +42,10 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Which answers of an attention model to trust.
+    """Find out which answers of an attention model to trust.
 
-    Start with `bayesattn doubt` on a classifier of your own, or, with the recipes, with `bayesattn demo`. The other commands
-    train and compare models of the recipes.
+    Start with `bayesattn doubt` on your own classifier or, if the recipes are installed, with `bayesattn demo`. The other
+    commands train and compare the models of the recipes.
     """
 
 
@@ -145,7 +145,7 @@ def evaluate(
     recipe = registry.find(found["recipe"])
     module = recipe.load("evaluate")
     _check_data(data, recipe, found["config"])
-    # a recipe whose tasks have metrics of their own measures them itself
+    # a recipe with its own metrics measures its runs itself
     measure = getattr(module, "measure_run", measure_run)
     with progress(console) as display, one_thread():
         task = display.add_task("predicting", total=None)
@@ -211,14 +211,14 @@ def reproduce(
     ] = None,
     search: Annotated[
         bool,
-        typer.Option("--search", help="Choose the settings of every row from equally many, for recipes that can."),
+        typer.Option("--search", help="Tune every row over the same number of settings, for recipes that can."),
     ] = False,
     from_csv: Annotated[
         Path | None,
         typer.Option(help="Train nothing: rebuild figure and table of the results page in this folder from its CSV files."),
     ] = None,
 ) -> None:
-    """Train all rows of a table of the paper, and print both tables.
+    """Train all rows of a table in the paper and print both tables.
 
     Every variant is trained with several seeds.
     """
@@ -249,7 +249,7 @@ def doctor() -> None:
 
 
 def _check_data(data: Path | None, recipe: registry.Recipe, config: dict[str, Any]) -> None:
-    """Refuse a --data that would not be read; the environment variable is for all recipes, so it may go unused."""
+    """Refuse a --data that would not be read; the environment variable serves all recipes, so it may go unused."""
     is_asked_for = data is not None and str(data) != os.environ.get(DATA_VARIABLE)
     if is_asked_for and not recipe.reads_files(config):
         raise ValueError(

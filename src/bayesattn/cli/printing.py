@@ -20,7 +20,7 @@ TASK_METRICS = {
 
 
 def recipe(found: Recipe) -> Group:
-    """Return a recipe and its configs, one line per data set, which is the part of a config's name before the first dash."""
+    """Return a recipe and its configs, one line per data set (the part of a config's name before the first dash)."""
     lines: dict[str, list[str]] = {}
     for config in found.config_names:
         dataset, dash, _ = config.partition("-")
@@ -29,7 +29,7 @@ def recipe(found: Recipe) -> Group:
     for dataset, names in lines.items():
         is_free = not found.needs_files or (found.generated is not None and dataset == found.generated[1])
         note = Text("(needs no files)", style="dim")
-        # names are copied by users: whole, and not broken over two lines
+        # users copy the names, so keep each whole and on one line
         shown = Columns([*map(Text, names), *([note] if is_free else [])], padding=(0, 2))
         parts.append(Padding(shown, (0, 0, 0, 4)))
     return Group(*parts, "")
@@ -42,7 +42,7 @@ def last_row(row: dict[str, Any]) -> Text:
 
 
 def metrics(measured: dict[str, Any]) -> Group:
-    """Return the main metrics of every split, a table for each method, with half the width of their intervals."""
+    """Return a table for each method: the main metrics of every split, with half the width of their intervals."""
     from bayesattn.evaluation.report.names import TEST_NAMES, method_name
 
     parts: list[Any] = []

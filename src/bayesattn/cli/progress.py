@@ -27,7 +27,7 @@ def progress(console: Console | None = None) -> Iterator[Progress]:
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that prints and writes, the only one or the first that a launcher started."""
+    """Whether this process prints and writes: it is the only one, or the first that a launcher started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -35,8 +35,8 @@ def is_first_process() -> bool:
 def show_steps(description: str, console: Console, every: float = 30.0) -> Iterator[Callable[[int, int], None]]:
     """Open a display for one count of steps, and yield the function to call with steps done and to do.
 
-    In a terminal it is a bar; in a file, an occasional line with the rate and the time left. Of several processes only the
-    first shows it.
+    A terminal shows a bar; a file gets an occasional line with the rate and the time left. If there are several processes,
+    only the first shows it.
 
     Args:
         description: What is counted.
@@ -54,7 +54,7 @@ def show_steps(description: str, console: Console, every: float = 30.0) -> Itera
 
         def update(done: int, total: int) -> None:
             if display.tasks[task].total is None:
-                # a resumed run does not begin at 0, and the steps done before do not count for the rate
+                # a resumed run does not begin at 0; steps done before do not count towards the rate
                 display.reset(task, total=total, completed=done - 1)
             display.update(task, completed=done)
 

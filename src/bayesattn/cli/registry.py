@@ -4,9 +4,9 @@
     mine = "my_package:RECIPE"                   # RECIPE = Recipe("mine", "what it does", package="my_package")
 
 A recipe is a package with a module `train` (`load_config`, `train_run`) and a folder `configs` of YAML files. These modules
-are optional: `evaluate` (`predict_run`), `reproduce` (`reproduce`) and `commands` (`register`, for commands of its own, as
-`demo` and `predict` of the paper's recipes are). A module is imported when it is used, because each recipe needs packages of
-its own.
+are optional: `evaluate` (`predict_run`), `reproduce` (`reproduce`) and `commands` (`register`, for its own commands, such as
+`demo` and `predict` in the paper's recipes). A module is imported when it is used, because each recipe has its own
+dependencies.
 """
 
 import importlib
@@ -23,14 +23,14 @@ INSTALL = "pip install bayesattn-recipes (in a clone: pip install -e ./recipes)"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the command line needs of a recipe before importing it.
+    """What the command line needs to know about a recipe before importing it.
 
     Attributes:
         name: NAME of `bayesattn train NAME`.
         summary: One line for `bayesattn list`.
         package: Dotted name of the package.
         needs_files: Whether it reads data sets from files.
-        generated: The config field and value of a data set that needs no files, in a recipe that has others.
+        generated: The config field and value that select a data set without files, in a recipe that also has others.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The adapters that make attention modules Bayesian, one per kind of module.
 
-An adapter is a Python module with the functions of `Adapter`. One for torch ships here; those for transformers and
-torch_geometric live in `bayesattn.integrations` and are loaded only if the library in question is already imported: a model
-of that library cannot exist otherwise.
+An adapter is a Python module with the functions of `Adapter`. Those for torch's modules and for callers of its attention
+function are in this folder; those for transformers and torch_geometric live in `bayesattn.integrations` and are loaded only
+if the library in question is already imported: a model of that library cannot exist otherwise.
 """
 
 import importlib
@@ -58,11 +58,11 @@ class Adapter(Protocol):
     """The functions that `bayesianize` and `restore` need for one kind of attention."""
 
     def find(self, model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-        """Return the modules of this kind that are not Bayesian yet, by name, and why one cannot be converted."""
+        """Return the modules of this kind that are not Bayesian yet: by name, why it cannot be converted, or None."""
         ...
 
     def sizes(self, module: nn.Module) -> Sizes:
-        """Return the sizes for which custom weights of a module are built."""
+        """Return the sizes to build the custom weights of a module with."""
         ...
 
     def refusal(self, weights: AttentionWeights) -> str | None:
@@ -72,7 +72,7 @@ class Adapter(Protocol):
     def attach(
         self, model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None
     ) -> None:
-        """Make the module `name` of `model` Bayesian, by a config or with custom weights."""
+        """Make the module `name` of `model` Bayesian, with a config or with custom weights."""
         ...
 
     def bayesian_part(self, module: nn.Module) -> BayesianModule | None:
@@ -86,7 +86,7 @@ class Adapter(Protocol):
 
 def loaded_adapters() -> list[Adapter]:
     """Return the adapters of all libraries that are imported."""
-    # the table names modules above this layer, so that the imports of the package keep pointing inwards
+    # these modules are above this layer: the table names them as strings to keep the package's imports pointing inwards
     paths = [path for library, path in ADAPTERS.items() if library in sys.modules]
     return [cast(Adapter, importlib.import_module(path)) for path in paths]
 
@@ -125,11 +125,11 @@ def find_candidates(model: nn.Module, config: AttentionConfig, callers: Sequence
         and not any(_related(name, other) for other in taken)
     ]
     for name in unclaimed:
-        # of a wrapper and the attention inside it, only the inner one counts
+        # if a wrapper contains the attention, only the inner module counts
         if not any(other != name and _is_inside(other, name) for other in unclaimed):
             problem = (
-                "its attention is its own code: neither torch's, nor PyG's, nor through transformers' registry; if it calls "
-                "F.scaled_dot_product_attention all the same, give bayesianize one batch as example_inputs"
+                "it has its own attention code: neither torch's nor PyG's, nor called through transformers' registry; if it "
+                "still calls F.scaled_dot_product_attention, give bayesianize one batch as example_inputs"
             )
             claimed[name] = Candidate(name, model.get_submodule(name), None, problem)
     return [claimed[name] for name, _ in model.named_modules() if name in claimed]

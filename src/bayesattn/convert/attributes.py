@@ -14,7 +14,7 @@ _DROPOUT = ("attention_dropout", "attn_dropout", "dropout_prob", "dropout_p", "d
 
 
 class Sizes(NamedTuple):
-    """The sizes for which something is built: width of a key, number of heads, device and dtype."""
+    """The sizes to build a prior or custom weights with: width of a key, number of heads, device and dtype."""
 
     head_dim: int | None
     num_heads: int
@@ -34,7 +34,7 @@ def sizes(module: nn.Module, head_dim: int | None = None, num_heads: int | None 
 
 
 def key_dim(module: nn.Module) -> int | None:
-    """Return the features of a key of one head; None where no attribute has it."""
+    """Return the number of key features per head; None where no attribute has it."""
     direct = _first(module, _HEAD_DIM)
     if direct is not None:
         return direct

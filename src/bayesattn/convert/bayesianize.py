@@ -31,7 +31,7 @@ def bayesianize(
     In eval mode the converted model computes exactly what it computed before. In train mode, and inside
     `sampling(model)`, attention weights are drawn; `record_kl()` collects the KL of every call. `conversion_report(model)`
     says what was converted and how many parameters were added: BAM-WC and BAM-LC add one small prior network per attention
-    module, everything else none. Build the optimizer afterwards, or it will not train the priors.
+    module, the other variants none. Build the optimizer afterwards, or it will not train the priors.
 
     On a pretrained model the default noise, k = 5, changes almost nothing when drawn: the mutual information of a
     classifier's draws is 0.001 to 0.003 nats. `tune_noise` chooses the noise on validation data.
@@ -39,21 +39,21 @@ def bayesianize(
     Args:
         model: A model of torch (`nn.MultiheadAttention`, `nn.Transformer*`, modules that call
             `F.scaled_dot_product_attention`), transformers or PyTorch Geometric, or a mixture.
-        config: What is random.
+        config: Variant, noise and prior.
         weights: Instead of a config, a function that builds the object that replaces softmax and average
             (`nn/custom_weights.py`); called once per attention module with `head_dim`, `num_heads`, `device`, `dtype`.
         layers: Convert only these: names or glob patterns (`"*.encoder.*"`), or positions in the model's order of
             attention modules; None means all.
-        exclude: Leave these alone, given in the same way.
+        exclude: Leave these alone; the same forms as `layers`.
         example_inputs: One batch, as for `predict`. The model is run on it once, in eval mode, to find modules that call
             `F.scaled_dot_product_attention` in a way that their source does not show.
 
     Returns:
-        The model it was given.
+        The same model.
 
     Raises:
-        ValueError: Nothing can be converted, or something that was not excluded cannot; the message names the modules.
-            The model is unchanged.
+        ValueError: Nothing can be converted, or a module that was not excluded cannot be. The message names the modules;
+            the model is unchanged.
 
     Example:
         >>> model = bayesianize(nn.TransformerEncoderLayer(8, 2, 16), AttentionConfig("BAM-WC"))
@@ -70,13 +70,13 @@ def bayesianize(
     already = converted_modules(model)
     if already:
         raise ValueError(
-            f"model has {len(already)} Bayesian attention modules already, the first is {already[0][0]!r}; "
+            f"model already has {len(already)} Bayesian attention modules, the first is {already[0][0]!r}; "
             "call restore(model) before converting it again"
         )
     candidates = find_candidates(model, stated, () if example_inputs is None else sdpa.callers(model, example_inputs))
     if not candidates:
         raise ValueError(
-            f"model is a {type(model).__name__} in which no attention was found. Give a model with "
+            f"model is a {type(model).__name__}, and no attention was found in it. Give a model with "
             "nn.MultiheadAttention, a transformers model whose attention goes through its AttentionInterface, GATConv, "
             "GATv2Conv or TransformerConv of PyTorch Geometric, or modules that call F.scaled_dot_product_attention"
             + ("; if the source does not show that call, give one batch as example_inputs" if example_inputs is None else "")
@@ -93,7 +93,7 @@ def attach_selected(
     exclude: Selection | None = None,
     weights: WeightsFactory | None = None,
 ) -> None:
-    """Convert those candidates that `layers` and `exclude` select, or none of them."""
+    """Convert the candidates that `layers` and `exclude` select; if one fails, convert none of them."""
     selected = _select(candidates, layers, exclude)
     _raise_on_problems(model, candidates, selected)
     built = [_build(candidate, weights) for candidate in selected]
@@ -124,7 +124,9 @@ def restore(model: Model) -> Model:
     """
     converted = converted_modules(model)
     if not converted:
-        raise ValueError(f"model is a {type(model).__name__} without converted attention. Give one that bayesianize changed")
+        raise ValueError(
+            f"model is a {type(model).__name__} without converted attention. Give a model that bayesianize converted"
+        )
     for name, adapter, _ in converted:
         adapter.detach(model, name)
     return model
@@ -147,7 +149,8 @@ def _select(candidates: list[Candidate], layers: Selection | None, exclude: Sele
     selected = [candidate for i, candidate in enumerate(candidates) if i in wanted - unwanted]
     if not selected:
         raise ValueError(
-            f"layers is {layers!r} and exclude is {exclude!r}, which leaves nothing to convert of {_names(candidates)}"
+            f"layers is {layers!r} and exclude is {exclude!r}, which leaves nothing to convert; the attention modules are "
+            f"{_names(candidates)}"
         )
     return selected
 

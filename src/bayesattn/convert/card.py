@@ -28,12 +28,12 @@ class MeasuredUncertainty:
 
     Attributes:
         data: What it was measured on.
-        num_examples: How many.
-        accuracy: Share of right answers.
+        num_examples: Number of examples.
+        accuracy: Share of correct answers.
         aurc_confidence: Area under the risk-coverage curve, ranked by the largest probability; lower is better.
         aurc_doubt: The same, ranked by doubt.
         difference_interval: 95 % bootstrap interval of `aurc_doubt − aurc_confidence`, over the examples.
-        risk: Error rate of the answers that is accepted.
+        risk: Accepted error rate of the answers.
         coverage_confidence: Largest share of the examples that can be answered at this risk, ranked by confidence.
         coverage_doubt: The same, ranked by doubt.
 
@@ -65,14 +65,14 @@ class MeasuredUncertainty:
         data: str,
         risk: float = 0.05,
     ) -> "MeasuredUncertainty":
-        """Measure it.
+        """Measure confidence and doubt on labeled examples.
 
         Args:
             probabilities: Probabilities of the model as it is, `ba.uncertainty(...).probabilities` of all batches.
             score: `ba.uncertainty(...).score`; higher is less certain.
             labels: The true classes.
             data: What these examples are, for the reader of the card.
-            risk: Error rate of the answers that is accepted.
+            risk: Accepted error rate of the answers.
         """
         check_fraction("risk", risk)
         probabilities, score, labels = (value.detach().cpu() for value in (probabilities, score, labels))
@@ -114,7 +114,7 @@ def write_card(folder: Path, model: str, variants: Sequence[str], where: str, me
     if path.is_file():
         before = path.read_text(encoding="utf-8")
         own = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
-        # a function: backslashes in the section are not references to groups
+        # a function, so backslashes in the section are not taken for group references
         text = own.sub(lambda _: section, before, count=1) if own.search(before) else f"{before.rstrip()}\n\n{section}"
     else:
         text = f"---\nlibrary_name: bayesattn\ntags:\n- bayesattn\n- uncertainty\n---\n\n# {model}\n\n{section}"

@@ -27,13 +27,13 @@ _NO_WEIGHTS = (None,) * 4
 class HostedAttention(BayesianModule):
     """Samples attention for the module it is a child of.
 
-    The config travels in the state_dict as a buffer of JSON bytes. So every checkpoint of the host holds it (`load_bayesian`
-    reads it), and a checkpoint with another config is refused.
+    The config is stored in the state_dict as a buffer of JSON bytes. Every checkpoint of the host therefore holds it
+    (`load_bayesian` reads it), and a checkpoint with another config is refused.
 
     Args:
-        config: What is random; None where `weights` are given.
-        key_dim: Features of a key of one head.
-        num_heads: Heads of the keys.
+        config: Variant, noise and prior; None where `weights` are given.
+        key_dim: Features per key and head.
+        num_heads: Number of key heads.
         name: Name of the module it is a child of, in its model.
         weights: An object that replaces softmax and average.
     """
@@ -52,7 +52,7 @@ class HostedAttention(BayesianModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # kinds of calls that were made, and how to repeat one; None where it has to be looked at every time
+        # how to repeat each kind of call made so far; None for a kind that must be checked every time
         self._repeated: dict[tuple, Repeated | None] = {}
         self.register_buffer("settings", torch.empty(0, dtype=torch.uint8, device=device))
         self.init_bayesian(
@@ -64,7 +64,7 @@ class HostedAttention(BayesianModule):
 
     @property
     def config(self) -> AttentionConfig:
-        """What is random."""
+        """Variant, noise and prior."""
         return self._config
 
     @config.setter
@@ -75,7 +75,7 @@ class HostedAttention(BayesianModule):
 
     @property
     def prior_key_dim(self) -> int | None:
-        """Features of a key that the contextual prior was built for."""
+        """Number of key features that the contextual prior was built for."""
         prior = self.bayes_prior
         return None if prior is None else prior.weight_in.shape[1]
 
@@ -103,9 +103,9 @@ class HostedAttention(BayesianModule):
     ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"] | None]:
         """Return output and, if asked for, weights of one draw; the KL goes to the open `record_kl()` scope.
 
-        `key_offset` is the position of the first key in its sequence, where a sliding window's cache has dropped earlier
-        ones; it matters for noise that belongs to a sequence. `window` is the length of the host's window. The mask has it
-        already; the kernels get it where the mask has nothing else.
+        `key_offset` is the position of the first key in its sequence, if the cache of a sliding window has dropped earlier
+        ones; it matters for noise that belongs to a sequence. `window` is the length of the host's window. The mask already
+        contains it; the kernels get it as a number where the mask contains nothing else.
         """
         if self.is_observed:
             options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
@@ -135,7 +135,7 @@ class HostedAttention(BayesianModule):
     def _attend_fused(
         self, query, key, value, mask, bias, is_causal, window, scale, dropout_p
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return output and KL of one draw; a call like an earlier one skips all that was found out then."""
+        """Return output and KL of one draw; a call like an earlier one reuses what was worked out then."""
         need_kl, sample = self.needs_kl, self.is_sampling
         found = signature(query, key, value, mask) if sample and bias is None else None
         if found is not None:
@@ -160,7 +160,7 @@ class HostedAttention(BayesianModule):
         """Attend as `attend` does, with the custom weights in place of the softmax."""
         if self.stream is not None:
             raise ValueError(
-                f"weights are {self.bayes_weights.name!r}, whose noise belongs to no sequence; generation works with "
+                f"weights are {self.bayes_weights.name!r}, whose noise is not tied to a sequence; generation works with "
                 f"{', '.join(map(repr, AttentionConfig.allowed_variants))}"
             )
         with without_autocast(query.device.type):
@@ -182,7 +182,7 @@ class HostedAttention(BayesianModule):
         softcap: float | None = None,
         heads_last: bool = False,
     ) -> Float[Tensor, "b _ _ dv"]:
-        """Return the output that the host computed without sampling; KL, sensitivity, statistics go to the open scopes.
+        """Return the output that the host computed without sampling; add KL, sensitivity, statistics to the open scopes.
 
         With `heads_last` the output has its heads after the queries.
         """
@@ -240,9 +240,9 @@ class HostedAttention(BayesianModule):
         need_kl: bool = True,
         may_wait: bool = False,
     ) -> Float[Tensor, "b h 1 n"] | KeyPrior | None:
-        """Return ln Ψ of the keys that some query may attend to, for every query head, if the KL is wanted.
+        """Return ln Ψ of the keys that some query may attend to, for every query head; None if the KL is not needed.
 
-        If it `may_wait`, where kernels can compute it on their way it is not computed yet.
+        With `may_wait`, return it uncomputed if the kernels can compute it themselves.
         """
         if self.bayes_prior is None or not need_kl:
             return None
@@ -281,8 +281,8 @@ class HostedAttention(BayesianModule):
             differing = [key for key in sorted({*theirs, *own}) if theirs.get(key) != own.get(key)]
             given, expected = ({key: values.get(key) for key in differing} for values in (theirs, own))
             error_msgs.append(
-                f"{prefix}settings: the checkpoint's attention is {given}, the model's {expected}; convert the model "
-                "as the checkpoint's was, or use load_bayesian"
+                f"{prefix}settings: the checkpoint's attention is {given}, the model's is {expected}; convert the model "
+                "with the checkpoint's config, or use load_bayesian"
             )
             state_dict[f"{prefix}settings"] = self.settings
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bayesattn.optional import needs_extra
 
-# the Hub's own rule, with the owner: a word alone is more often a misspelled folder than a repository
+# the Hub's own rule, with the owner: a single word is more often a misspelled folder than a repository
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # safetensors, JSON and text: whatever else is in the folder (pickles, optimizers, subfolders) stays there
 UPLOADED = ("*.safetensors", "*.json", "*.txt", "*.md", "*.model", "*.jinja")
@@ -34,19 +34,19 @@ def find_folder(
 
     Args:
         where: A folder, or `owner/name` on the Hub.
-        wanted: File patterns to fetch. A later group is fetched only if the repository lacks the first file of the earlier.
+        wanted: Groups of file patterns to fetch; a later group only if the repository lacks the first file of the earlier.
         revision: Branch, tag or commit of the repository.
         token: As for `huggingface_hub`.
         endpoint: As for `huggingface_hub`.
 
     Raises:
-        ValueError: There is no such folder, or the Hub does not give the repository; the message says what was tried.
+        ValueError: There is no such folder, or the repository cannot be fetched; the message says what was tried.
     """
     path = Path(where)
     if path.is_dir():
         if revision is not None:
             raise ValueError(
-                f"revision is {revision!r}, and {str(where)!r} is a folder on this machine, which has none; "
+                f"revision is {revision!r}, but {str(where)!r} is a folder on this machine and has no revisions; "
                 "leave revision out, or rename the folder if you mean the repository"
             )
         return path
@@ -115,7 +115,7 @@ def check_repository(repo_id: str) -> None:
 
 @contextmanager
 def _explained(repo_id: str, revision: str | None, endpoint: str | None, deed: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one ValueError that says what was tried and what to do."""
+    """Turn the exceptions of huggingface_hub into one ValueError that says what was tried and what to do."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.errors import (

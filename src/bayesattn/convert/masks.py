@@ -8,17 +8,17 @@ from torch import Tensor
 
 from bayesattn.ops.attention.masking import look_once, split_bias
 
-# attributes of a mask that store the results of `key_padding` and `as_band`, and what its maker said about it
+# attributes of a mask that store the results of `key_padding` and `as_band`, and what `note_making` recorded
 _MEMO, _BAND_MEMO, _KEYS, _MAKING = "_bayesattn_is_one_row", "_bayesattn_is_band", "_bayesattn_keys", "_bayesattn_making"
 
 
 class Making(NamedTuple):
-    """How a mask was made, which its values need not be looked at for.
+    """How a mask was made, known without reading its values.
 
     Attributes:
         keys: Keys that exist, (b, 1, 1, n); None is all.
         is_causal: Whether a query has keys up to its own position only; else all queries have the same keys.
-        version: Of the mask when it was made; None inside a compiler, where it cannot change unseen.
+        version: Version of the mask when it was made; None inside a compiler, where it cannot change unnoticed.
     """
 
     keys: Bool[Tensor, "b 1 1 n"] | None
@@ -29,8 +29,8 @@ class Making(NamedTuple):
 def note_making(mask: Bool[Tensor, "b 1 m n"], keys: Bool[Tensor, "b n"] | None, is_causal: bool) -> None:
     """Remember on a mask that it is `keys` for every query, below the diagonal if `is_causal`.
 
-    So a mask that is made inside a compiler or CUDA-graph capture, where the host cannot look at values, still becomes a
-    mask of keys. It also saves the wait everywhere else.
+    A mask made inside a compiler or CUDA-graph capture, where the host cannot read values, can then still become a mask of
+    keys. Everywhere else it saves the host a wait.
     """
     setattr(mask, _MAKING, Making(None if keys is None else keys[:, None, None], is_causal, _version(mask)))
 
@@ -42,7 +42,7 @@ def _making(mask: Tensor, is_causal: bool) -> Making | None:
 
 
 def _version(mask: Tensor) -> int | None:
-    # tensors of inference mode have none, and cannot change outside of it
+    # inference-mode tensors have none, and cannot change outside of that mode
     return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
 
@@ -50,7 +50,7 @@ def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[T
     """Return (True where a query may attend, what to add to the scores) from a boolean or additive mask.
 
     Args:
-        mask: Boolean (True: attend) or additive, of at most four axes; None allows everything.
+        mask: Boolean (True: attend) or additive, with at most four axes; None allows everything.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -62,18 +62,18 @@ def split_mask(mask: Tensor | None) -> tuple[Bool[Tensor, "..."] | None, Float[T
 
 
 def combine_bias(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the sum of two biases of which either may be missing."""
+    """Return the sum of two biases; either may be None."""
     if first is None or second is None:
         return first if second is None else second
     return first + second
 
 
 def key_padding(mask: Bool[Tensor, "b h m n"]) -> Bool[Tensor, "b h #m n"] | None:
-    """Return a mask as one row where all its rows are equal: a mask of keys, which costs much less, above all on a GPU.
+    """Return a mask whose rows are all equal as one row: a mask of keys, which costs much less, above all on a GPU.
 
-    Where its maker did not say so (`note_making`), this is looked up once per mask, not once per layer, because on a GPU the
-    host has to wait for the answer. During compilation or CUDA-graph capture it cannot wait, and the mask stays as it is.
-    None where it is known to allow everything.
+    Unless `note_making` recorded it, this is checked once per mask, not once per layer, because on a GPU the host has to
+    wait for the answer. During compilation or CUDA-graph capture it cannot wait, and the mask is returned unchanged.
+    Return None for a mask known to allow everything.
     """
     making = _making(mask, False)
     if making is not None:
@@ -91,7 +91,7 @@ def as_band(
     """Return (mask, is_causal, window) equivalent to a mask; a causal one becomes a mask of keys and two numbers.
 
     Kernels skip what lies above the diagonal or before a window, and the KL of such a mask needs no sums over entries. As in
-    `key_padding`, a mask is looked up once, and stays as it is where the host cannot wait for the answer.
+    `key_padding`, a mask is checked once, and returned unchanged where the host cannot wait for the answer.
 
     Args:
         mask: Which entries exist.

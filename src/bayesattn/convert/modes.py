@@ -7,7 +7,7 @@ from torch import nn
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Return every module once, as `model.modules()` does, which also makes their names and takes five times as long."""
+    """Return every module once, like `model.modules()`, which also builds their names and takes five times as long."""
     found = dict.fromkeys([model])
     waiting = [model]
     while waiting:

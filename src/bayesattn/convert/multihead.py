@@ -18,7 +18,7 @@ _ADDED = ("config", "samples_in_eval", "drops_in_eval", "kl_name", "is_converted
 
 
 def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-    """Return every torch attention module; a subclass is named with the reason why it is not converted."""
+    """Return every torch attention module; a subclass comes with the reason it is not converted."""
     return {
         name: None if type(module) is nn.MultiheadAttention else "a subclass of nn.MultiheadAttention may compute anything"
         for name, module in model.named_modules()

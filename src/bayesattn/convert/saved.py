@@ -1,4 +1,4 @@
-"""The tensors of a converted model by name, and what `save_bayesian`, or a host's own `save_pretrained`, wrote of them.
+"""The tensors of a converted model by name, and how to read what `save_bayesian` or a host's `save_pretrained` wrote.
 
 Nothing is unpickled.
 """
@@ -64,7 +64,7 @@ def _read_own(folder: Path) -> SavedModel:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _not_ours(path, error) from error
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format {version!r}, and this version of bayesattn reads format {FORMAT_VERSION}")
+        raise ValueError(f"{path} has format {version!r}, but this version of bayesattn reads format {FORMAT_VERSION}")
     if not (folder / WEIGHTS_FILE).exists():
         raise ValueError(f"{folder} has {CONFIG_FILE} but not {WEIGHTS_FILE}")
     weights = _read_tensors(folder / WEIGHTS_FILE, lambda key: True)
@@ -133,16 +133,16 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state_dict without the copies of the configs, which the JSON file has."""
+    """Return the state_dict without the copies of the configs, which are in the JSON file."""
     state = {key: value for key, value in model.state_dict().items() if not key.endswith(f"{CHILD_NAME}.settings")}
     strange = [key for key, value in state.items() if not isinstance(value, Tensor) or value.is_meta or value.is_sparse]
     if strange:
-        raise ValueError(f"the model's state has {strange[:8]}; save dense tensors that are not on the meta device")
+        raise ValueError(f"the model's state has {strange[:8]}; save only dense tensors that are not on the meta device")
     return state
 
 
 def shared(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return every name whose tensor an earlier name has already (tied weights), with that name."""
+    """Return every name of a tensor that already has an earlier name (tied weights), with that earlier name."""
     first: dict[Any, str] = {}
     aliases = {}
     for key, value in tensors.items():
@@ -153,7 +153,7 @@ def shared(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, none in another's memory: safetensors refuses overlapping views."""
+    """Return the tensors on the CPU, no two of them sharing memory: safetensors refuses overlapping views."""
     separate: dict[str, Tensor] = {}
     taken: set[int] = set()
     for key, value in tensors.items():

@@ -55,29 +55,29 @@ def save_bayesian(
 ) -> str | None:
     """Write the config of every Bayesian attention module and the weights of the priors, or all weights, into `folder`.
 
-    Without `whole` the host's own weights are not written, which is logged, because fine-tuned ones would be lost.
-    A transformers host may also be saved with its own `save_pretrained`, which then holds everything. `load_bayesian`
-    reads each of the three. A model card, README.md, says how to load the model; in an existing README.md, only this
+    Without `whole` the host's own weights are not written; a warning is logged, because fine-tuned ones would be lost.
+    A transformers host may also be saved with its own `save_pretrained`, which then writes everything. `load_bayesian`
+    reads all three forms. A model card, README.md, says how to load the model; in an existing README.md, only this
     library's section is written.
 
     Args:
         model: A model that `bayesianize` changed.
         folder: Created if missing.
-        whole: Write the model's whole state_dict, a tensor that several names share (tied weights) once.
+        whole: Write the model's whole state_dict; a tensor that several names share (tied weights) is written once.
         measured: How well the model's doubt finds its errors, for the model card.
         push_to_hub: A repository `owner/name` on the Hugging Face Hub, created if missing. It gets the folder's safetensors,
-            JSON and text files, those of the host's `save_pretrained` in the same folder included; never a pickle.
+            JSON and text files, including those of the host's `save_pretrained` in the same folder; never a pickle.
         revision: The branch to push to, created if missing; None is `main`.
-        token: With write access, as for `huggingface_hub`; None is the one of `hf auth login`.
-        private: Whether a repository that is created is private. An existing one is not changed.
+        token: Token with write access, as for `huggingface_hub`; None uses the one from `hf auth login`.
+        private: Whether a newly created repository is private. An existing one is not changed.
         endpoint: URL of another Hub; None is the public one, or HF_ENDPOINT.
 
     Returns:
-        The URL of the commit where something was pushed, else None.
+        The URL of the commit if something was pushed, else None.
 
     Raises:
         ValueError: The model cannot be saved, or the priors alone would replace a whole model; nothing is written. Or the
-            Hub refused; then the folder is written.
+            Hub refused; the folder has then been written.
 
     Example:
         >>> import tempfile
@@ -160,18 +160,18 @@ def load_bayesian(
     token: str | bool | None = None,
     endpoint: str | None = None,
 ) -> Model:
-    """Make `model` Bayesian as the one saved in `folder` was: priors included, and all weights if they were saved.
+    """Make `model` Bayesian like the one saved in `folder`: priors included, and all weights if they were saved.
 
     Args:
-        model: The deterministic model, or one converted in the same places (its priors are overwritten). With a whole
-            model in the folder, all its weights are overwritten, so it may come fresh from its config.
-        folder: Written by `save_bayesian`, or by `save_pretrained` of a converted transformers model; of the latter only
-            the Bayesian part is read, since `from_pretrained` reads the rest. Where there is no such folder, `owner/name`
+        model: The deterministic model, or one converted in the same places (its priors are overwritten). If the folder
+            holds a whole model, all weights are overwritten, so `model` may be freshly built from its config.
+        folder: Written by `save_bayesian`, or by `save_pretrained` of a converted transformers model. From the latter only
+            the Bayesian part is read, since `from_pretrained` reads the rest. If there is no such folder, `owner/name`
             is a repository on the Hugging Face Hub (extra `hf`), fetched into its cache.
-        weights: What built the custom weights of the saved model, as for `bayesianize`; it has to build them with the
-            settings that were saved.
+        weights: The function that built the custom weights of the saved model, as for `bayesianize`; it must build them
+            with the saved settings.
         revision: Branch, tag or commit of the repository.
-        token: For a private repository, as for `huggingface_hub`; None is the one of `hf auth login`.
+        token: For a private repository, as for `huggingface_hub`; None uses the one from `hf auth login`.
         endpoint: URL of another Hub; None is the public one, or HF_ENDPOINT.
 
     Raises:
@@ -222,11 +222,11 @@ def _check_weights(saved: SavedModel, weights: WeightsFactory | None) -> None:
     if saved.custom and weights is None:
         name, settings = next(iter(saved.custom.items()))
         raise ValueError(
-            f"{name} was saved with custom weights {settings}, which this library does not build. Give what built them: "
-            "load_bayesian(model, folder, weights=...)"
+            f"{name} was saved with custom weights {settings}, which this library does not build. Give the function that "
+            "built them: load_bayesian(model, folder, weights=...)"
         )
     if saved.configs and weights is not None:
-        raise ValueError(f"weights is given, and {next(iter(saved.configs))} was saved with a config. Leave weights out")
+        raise ValueError(f"weights is given, but {next(iter(saved.configs))} was saved with a config. Leave weights out")
 
 
 def _convert(model: nn.Module, saved: SavedModel, weights: WeightsFactory | None) -> None:

@@ -27,7 +27,7 @@ from bayesattn.prediction import as_arguments
 
 
 def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-    """Return modules outside torch, transformers and PyG whose source shows a call of torch's attention."""
+    """Return modules outside torch, transformers and PyG whose source shows a call to torch's attention."""
     return {
         name: problem(module, config)
         for name, module in model.named_modules()
@@ -120,7 +120,7 @@ class _Intercepting(nn.Module):
 
 @cache
 def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
-    # same name, so that code that looks at class names, and print(model), see no change
+    # same name: print(model), and code that looks at class names, see no change
     return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
 
 
@@ -138,7 +138,7 @@ class _Watch(TorchFunctionMode):
 
 
 class SampledAttention(TorchFunctionMode):
-    """Replaces calls of `F.scaled_dot_product_attention` by sampled attention."""
+    """Replaces calls to `F.scaled_dot_product_attention` by sampled attention."""
 
     def __init__(self, child: HostedAttention, dropout_p: float | None) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class SampledAttention(TorchFunctionMode):
         options = {"mask": mask, "bias": bias, "is_causal": is_causal}
         options["scale"] = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         if not child.is_sampling and child.bayes_weights is None:
-            # hide the call from a converted module around this one, whose KL would count it again
+            # hide the call from an enclosing converted module, whose KL would count it again
             with torch._C.DisableTorchFunction():
                 output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             flat = output.reshape(-1, *output.shape[-3:]) if query.ndim >= 3 else output[None, None]
@@ -191,7 +191,7 @@ def _library(thing: type | FunctionType) -> str:
 
 @cache
 def _shows_call(module_class: type[nn.Module]) -> bool:
-    """Whether the code of `forward`, or of a function or method that it reads, and so on, reads torch's attention."""
+    """Whether the code of `forward`, or of any function or method it refers to, recursively, refers to torch's attention."""
     pending: list[Any] = [module_class.forward]
     seen: set[CodeType] = set()
     while pending:
@@ -200,7 +200,7 @@ def _shows_call(module_class: type[nn.Module]) -> bool:
         if not isinstance(function, FunctionType) or function.__code__ in seen or _library(function) == "torch":
             continue
         seen.add(function.__code__)
-        # by its name as well: an import inside the function hides the value
+        # check the name as well: an import inside the function hides the value
         if F.scaled_dot_product_attention.__name__ in function.__code__.co_names:
             return True
         values = list(_values_read(function, function.__code__, module_class))
@@ -220,7 +220,7 @@ def _values_read(function: FunctionType, code: CodeType, module_class: type[nn.M
         if instruction.opname == "LOAD_GLOBAL":
             value = function.__globals__.get(name)
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            # vars() of a Python module: getattr of a lazy one would import something
+            # vars() of a Python module, because getattr on a lazy one would import something
             members = vars(value) if isinstance(value, ModuleType) else {}
             value = getattr(module_class, name, None) if value is module_class else members.get(name)
         elif instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and (name,) == self_name:

@@ -1,4 +1,4 @@
-"""`tune_noise` in closed form: one scale fitted to validation labels, without a pass through the model after the first.
+"""`tune_noise` in closed form: one scale fitted to validation labels, with one pass over the data.
 
 To first order the covariance of the logits is proportional to the variance v of the noise. It is computed once, for a noise
 of variance 1; the probabilities of any other noise follow from it (`predictive.py`), and the best of a fine grid is taken.
@@ -36,7 +36,7 @@ def fit_noise(
     output: Callable[[Any], Tensor] | None,
     quiet: bool,
 ) -> NoiseTuning:
-    """Set the noise of all parts to what fits the labels best; arguments as for `tune_noise`, which checks them."""
+    """Set the noise of all parts to the value that best fits the labels; `tune_noise` documents and checks the arguments."""
     family = next(iter(parts.values())).config.family
     field = NOISE_FIELD[str(family)]
     before = {name: part.config for name, part in parts.items()}

@@ -1,8 +1,8 @@
 """The variance that attention noise gives to a number, to first order: Var d ≈ Σ_l v_l Σ_hij (∂d/∂Φ_lhij)².
 
 The noise on a score is g = ln E / k or σ_q ε (`noise.log_noise`), independent over entries, with variance v. A mean that a
-whole row shares cancels in the softmax. Examples of a batch do not mix, so the gradients of Σ_b d_b are every example's own,
-and one backward pass through the activations gives all of them.
+whole row shares cancels in the softmax. Examples of a batch do not mix, so the gradient of Σ_b d_b separates by example, and
+one backward pass through the activations gives all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +30,9 @@ class CallVariance:
     """What one attention call adds to the variance.
 
     Attributes:
-        name: Of its module in the model.
-        variance: By head and key.
-        has_positions: Whether the keys are those of the whole sequence; not where an example was cut into windows.
+        name: Name of its module in the model.
+        variance: Variance by head and key.
+        has_positions: Whether the keys are those of the whole sequence; False where an example was cut into windows.
     """
 
     name: str
@@ -42,8 +42,8 @@ class CallVariance:
 
 @contextmanager
 def _without_parameter_gradients(modules: list[nn.Module]) -> Iterator[None]:
-    """Switch gradients of parameters off: activations that only they need are then not kept."""
-    # a parameter that two modules share is in the list twice, which does no harm
+    """Switch parameter gradients off, so activations that only they need are not kept."""
+    # a parameter that two modules share is in the list twice, which is harmless
     held = [parameter for module in modules if module._parameters for parameter in module._parameters.values()]
     learned = [parameter for parameter in held if parameter is not None and parameter.requires_grad]
     try:
@@ -119,7 +119,7 @@ def variances(measured: Measured, numbers: Numbers) -> tuple[list[Float[Tensor, 
 
     Args:
         measured: A model whose examples do not mix.
-        numbers: Given the outputs of the model as it is, returns the functions of outputs whose variance is wanted.
+        numbers: Given the outputs of the model as it is, returns the functions of outputs whose variance to compute.
 
     Returns:
         The numbers of the model as it is, and for each the variance of every attention call.
@@ -143,7 +143,7 @@ def variances(measured: Measured, numbers: Numbers) -> tuple[list[Float[Tensor, 
 
 
 def require_number(number: Any) -> None:
-    """Refuse what is not one number per example, or cannot be differentiated."""
+    """Raise unless `number` is one number per example that can be differentiated."""
     if not isinstance(number, Tensor) or number.ndim != 1 or not number.is_floating_point():
         shown = f"shape {tuple(number.shape)}, {number.dtype}" if isinstance(number, Tensor) else type(number).__name__
         raise ValueError(f"target must return one floating-point number per example, got {shown}")
@@ -165,10 +165,10 @@ def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, s
 
 
 def require_finite(what: str, numbers: Sequence[Tensor], std: Float[Tensor, " b"] | None = None) -> None:
-    """Refuse NaN and infinity, in what the model gave (`what`, for the message) and in the gradients behind `std`.
+    """Raise on NaN or infinity in `numbers`, which `what` describes in the message, or in the gradients behind `std`.
 
-    A model whose answers are finite may have gradients that are not, where it divides by 0 or masks everything. Called last,
-    and all together, because on a GPU the host has to wait for the answer.
+    A model with finite answers may still have non-finite gradients, where it divides by 0 or masks everything. Called last,
+    and for all tensors at once, because on a GPU the host has to wait for the answer.
     """
     gradients = [] if std is None else [std]
     groups = ((what, numbers), ("the gradients of the target in the attention scores contain", gradients))
@@ -176,7 +176,7 @@ def require_finite(what: str, numbers: Sequence[Tensor], std: Float[Tensor, " b"
     if bool(torch.isfinite(torch.cat(flat)).all()):
         return
     found = next(name for name, tensors in groups if not all(bool(torch.isfinite(x).all()) for x in tensors))
-    raise ValueError(f"{found} NaN or infinity; nothing can be said about such a prediction")
+    raise ValueError(f"{found} NaN or infinity; the uncertainty of such a prediction is undefined")
 
 
 def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, name: str) -> CallVariance:
@@ -187,7 +187,7 @@ def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, na
     windows = isinstance(call.module, HostedAttention) and call.module.batch is not None
     if not windows or entries % examples:
         raise ValueError(
-            f"{name!r} attends over a batch of {entries} and the target has {examples} numbers; examples must not mix"
+            f"{name!r} attends over a batch of {entries}, but the target has {examples} numbers; examples must not mix"
         )
     return CallVariance(name, variance.unflatten(0, (examples, -1)).sum(dim=1), False)
 
@@ -216,7 +216,7 @@ def by_token(found: list[CallVariance]) -> Float[Tensor, "b n"] | None:
 
 
 def _stacked(tensors: Sequence[Tensor] | Tensor) -> Tensor | None:
-    """Return the tensors as one, if they are alike: the layers of most models are, and one operation then serves all."""
+    """Return the tensors stacked, if they are alike: the layers of most models are, and one operation then serves all."""
     if isinstance(tensors, Tensor):
         return tensors
     is_alike = len({(x.shape, x.dtype, x.device) for x in tensors}) == 1
@@ -224,7 +224,7 @@ def _stacked(tensors: Sequence[Tensor] | Tensor) -> Tensor | None:
 
 
 def _each_sum(tensors: Sequence[Tensor] | Tensor, dims: tuple[int, ...]) -> Sequence[Tensor] | Tensor:
-    """Return the sum of each tensor over the axes `dims`, counted from the end; of tensors that are alike as one tensor."""
+    """Return the sum of each tensor over the axes `dims`, counted from the end; tensors that are alike give one tensor."""
     alike = _stacked(tensors)
     return [x.sum(dim=dims) for x in tensors] if alike is None else alike.sum(dim=dims)
 

@@ -37,13 +37,13 @@ def doubts(
     Args:
         measured: A model all of whose attention is on edges.
         numbers: As for `closed_form.variances`.
-        linearize: Whether to use linearized draws however few the answers are.
-        seed: Of these draws.
+        linearize: Whether to use linearized draws even for few answers.
+        seed: Seed of these draws.
     """
     others = [name for part, name in measured.names.items() if not part.on_edges]
     if others:
         raise ValueError(
-            f"{others[0]!r} attends over a sequence and other modules along the edges of a graph. Use method='draws'"
+            f"{others[0]!r} attends over a sequence, other modules along the edges of a graph. Use method='draws'"
         )
     with torch.no_grad():
         # PyG's own code, which rounds differently from the path that is measured

@@ -1,6 +1,6 @@
 """Class probabilities averaged over attention noise, to first order: an average of softmax over normal logits.
 
-The most probable c classes share the probability they have together; the rest keep theirs. With z_1 the largest logit and
+The c most probable classes share their total probability; the rest keep theirs. With z_1 the largest logit and
 u_a = z_1 − z_a ~ N(d_a, C) for the others, their shares are E[softmax(0, −u_2, …, −u_c)]: for two classes a one-dimensional
 integral (Gauss–Hermite), for more an average over fixed quasi-random points. No pass through the model is needed.
 """
@@ -26,10 +26,10 @@ def averaged_probabilities(
     """Return the probabilities of all classes, averaged over the noise.
 
     Args:
-        probabilities: Of the model as it is.
+        probabilities: Those of the model as it is.
         classes: The c most probable ones, in order.
-        differences: d_a of the second to the last of them.
-        covariance: C, of the same.
+        differences: d_a, for the second to the last of them.
+        covariance: C, for the same.
     """
     points, weights = _points(covariance.shape[-1])
     points, weights = (x.to(covariance.device, torch.float64) for x in (points, weights))

@@ -8,7 +8,7 @@ class Progress:
     """Counts units of work.
 
     Args:
-        name: What every line starts with.
+        name: Start of every line.
         work: Total units of work.
         quiet: Print nothing.
     """

@@ -25,7 +25,7 @@ class Doubt:
         std: Its standard deviation.
         by_layer: Variance by attention module.
         by_head: Variance by attention module and head.
-        by_token: Variance by key position, padding 0; of a graph by the node that an edge comes from. None where modules
+        by_token: Variance by key position, 0 at padding; for a graph, by the source node of the edges. None where modules
             attend to different sequences.
     """
 
@@ -48,14 +48,14 @@ class Uncertainty(Doubt):
     """How much to trust every prediction of a batch; returned by `ba.uncertainty`.
 
     Attributes:
-        probabilities: Of the model as it is; None for regressions and targets of your own.
-        label: The most probable class, or the (start, end) of the best span; None where there is none.
-        num_samples: M of the p-value.
+        probabilities: Those of the model as it is; None for regressions and custom targets.
+        label: The most probable class, or the (start, end) of the best span; None where there is neither.
+        num_samples: M in the p-value.
         method: How `std` was computed: `closed-form`, `draws`, or `linearized` draws for many nodes of a graph.
-        is_margin: Whether `value` is a margin, so that 0 means "undecided".
-        classes: The most probable classes, in order; two unless `num_classes` said more.
+        is_margin: Whether `value` is a margin: 0 means "undecided".
+        classes: The most probable classes, in order; two unless `num_classes` asked for more.
         differences: The logit of the first of them minus those of the others.
-        covariance: Of these differences.
+        covariance: Covariance of these differences.
 
     Example:
         >>> parts = {"by_layer": {}, "by_head": {}, "by_token": None}
@@ -88,12 +88,12 @@ class Uncertainty(Doubt):
     def averaged_probabilities(self) -> Float[Tensor, "b c"]:
         """Class probabilities averaged over the noise, to first order; `tune_noise` chooses a noise that calibrates them."""
         if self.probabilities is None or self.classes is None or self.differences is None or self.covariance is None:
-            raise ValueError("there are averaged probabilities of target='margin' in closed form only")
+            raise ValueError("averaged probabilities exist only for target='margin' in closed form")
         return averaged_probabilities(self.probabilities, self.classes, self.differences, self.covariance)
 
     @cached_property
     def score(self) -> Float[Tensor, " b"]:
-        """For ranking, higher is less certain: −t of a margin, the standard deviation of anything else."""
+        """Score for ranking, higher is less certain: −t for a margin, the standard deviation for anything else."""
         return -self.t if self.is_margin else self.std
 
 
@@ -104,8 +104,8 @@ class SequenceScore(Doubt):
     `by_token` is over the model's input tokens: the prompt of an encoder-decoder, the whole sequence of a causal model.
 
     Attributes:
-        token_log_probabilities: Of every label, 0 where it is ignored; they add up to `log_probability`.
-        num_tokens: Labels that count.
+        token_log_probabilities: That of every label, 0 where it is ignored; they add up to `log_probability`.
+        num_tokens: Number of labels that are scored.
 
     Example:
         >>> tokens = torch.tensor([[0.0, -1.0, -2.0]])
@@ -121,10 +121,10 @@ class SequenceScore(Doubt):
 
     @property
     def log_probability(self) -> Float[Tensor, " b"]:
-        """Of the whole text, in nats."""
+        """Log-probability of the whole text, in nats."""
         return self.value
 
     @property
     def mean_log_probability(self) -> Float[Tensor, " b"]:
-        """Per token that counts."""
+        """Log-probability per scored token."""
         return self.value / self.num_tokens.clamp(min=1)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 
 def search(num: int, score: Callable[[int], float]) -> int:
-    """Return the position, below `num`, of the least score, if scores fall and then rise: golden section on a grid.
+    """Return the position, below `num`, of the smallest score, if scores fall and then rise: golden section on a grid.
 
-    Two positions inside the interval are compared, and what lies beyond the worse one is cut off. Intervals have the
-    lengths of Fibonacci numbers, so that one position can be reused in the next step.
+    Each step compares two positions inside the interval and cuts off what lies beyond the worse one. Interval lengths are
+    Fibonacci numbers, so the next step can reuse one position.
     """
     scores: dict[int, float] = {}
 
@@ -32,7 +32,7 @@ def search(num: int, score: Callable[[int], float]) -> int:
 
 
 def most_evaluations(num: int) -> int:
-    """Return how many scores `search` computes at most."""
+    """Return the largest number of scores that `search` computes."""
     (shorter, length), count = _fibonacci(num), 1
     while length > 2:
         shorter, length, count = length - shorter, shorter, count + 1
@@ -48,7 +48,7 @@ def _fibonacci(num: int) -> tuple[int, int]:
 
 
 def follow(num: int, start: int, best: float, score: Callable[[int], float]) -> int:
-    """Return where steps from `start`, whose score is `best`, end: in one direction while that helps, else in the other."""
+    """Step from `start`, whose score is `best`, in one direction while that helps, else in the other; return the end."""
     for way in (1, -1):
         position = start
         while 0 <= position + way < num and (found := score(position + way)) < best:

@@ -21,7 +21,7 @@ from bayesattn.objective import IGNORED_LABEL
 from bayesattn.precision import upcast
 from bayesattn.prediction import find_logits
 
-# how transformers' decoders call the attention that reads the encoder
+# names in transformers' decoders of the attention that reads the encoder
 CROSS_ATTENTION = frozenset(("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "cross_attention"))
 
 
@@ -36,13 +36,13 @@ def score(
     """Score a given text with one forward and one backward pass; nothing is generated.
 
     Args:
-        model: A causal or encoder-decoder language model, plain or with Bayesian attention. It is left as it was.
+        model: A causal or encoder-decoder language model, plain or with Bayesian attention. It is left unchanged.
         inputs: Keyword arguments of the model, `input_ids` among them.
         labels: The tokens to score, in transformers' convention: a causal model's are aligned with its `input_ids` (token t
-            is predicted from those before it), an encoder-decoder's are the target text. −100 is not scored: the prompt of a
-            causal model, and padding.
+            is predicted from those before it), an encoder-decoder's are the target text. −100 marks tokens that are not
+            scored: the prompt of a causal model, and padding.
         config: Noise for a plain model; None is Weibull noise with k = 5.
-        output: Gets the logits out of what the model returns, as in `predict`.
+        output: Extracts the logits from the model's output, as in `predict`.
 
     Raises:
         ValueError: Labels do not fit, or a row has none; the model is unchanged.

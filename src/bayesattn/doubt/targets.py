@@ -23,10 +23,10 @@ class Number:
     Attributes:
         of: Computes it from the model's outputs, with a graph.
         is_margin: Whether 0 means "undecided".
-        probabilities: Of the classes, where there are some.
+        probabilities: Class probabilities, where there are classes.
         label: The most probable class or span.
         classes: The most probable classes, in order, where the number is the margin of the first two.
-        find: Gets the logits out of the model's outputs.
+        find: Extracts the logits from the model's outputs.
         logits: What must be finite, where the number is computed from logits.
     """
 
@@ -116,12 +116,12 @@ def _span(outputs: Any) -> Number:
     """Return the margin between the best span and the next best, with a span's score the sum of its two logits."""
     if not all(isinstance(getattr(outputs, name, None), Tensor) for name in ("start_logits", "end_logits")):
         raise ValueError(
-            f"target is 'span' and the model returned {type(outputs).__name__}, which has no start_logits and end_logits"
+            f"target is 'span', but the model returned {type(outputs).__name__}, which has no start_logits and end_logits"
         )
     scores = _span_scores(outputs)
     n = outputs.start_logits.shape[1]
     if n < 2:
-        raise ValueError("target is 'span' and the sequences have one token; two spans are needed for a margin")
+        raise ValueError("target is 'span', but the sequences have one token; a margin needs two spans")
     _checked(outputs.start_logits)
     pair = top_two_classes(scores)
     label = torch.stack([pair[:, 0] // n, pair[:, 0] % n], dim=-1)

@@ -1,8 +1,8 @@
 """Noise for one call: a plain model is converted, measured, and restored.
 
-`bayesianize` looks at every module of a model, and tries the attention of every layer on a small example: for a model of
-twelve layers it takes longer than the model itself. So its changes are stored outside the model. The next call applies them
-and takes them back again, if the converted modules have not changed since.
+`bayesianize` looks at every module of a model and tries the attention of every layer on a small example: for a twelve-layer
+model this takes longer than running it. So its changes are stored outside the model. The next call applies and reverts
+them, if the converted modules have not changed since.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _ABSENT: Any = object()
 def bayesian(
     model: nn.Module, config: AttentionConfig | None
 ) -> Iterator[tuple[dict[BayesianModule, str], list[nn.Module]]]:
-    """Give the stochastic attention modules with their names, and all modules; a plain model is converted for the scope.
+    """Yield the stochastic attention modules with their names, and all modules; a plain model is converted for the scope.
 
     Raises:
         ValueError: The model is Bayesian and a config is given as well, or it cannot be converted.
@@ -39,7 +39,7 @@ def bayesian(
     modules = all_modules(model)
     if any(isinstance(module, BayesianModule) for module in modules):
         if config is not None:
-            raise ValueError("config is given and the model is Bayesian already. Leave it out, or call restore(model) first")
+            raise ValueError("config is given, but the model is already Bayesian. Leave it out, or call restore(model)")
         yield _stochastic(model), modules
         return
     config = DEFAULT if config is None else config
@@ -125,7 +125,7 @@ class _Conversion:
 
     def __init__(self, config: AttentionConfig, names: dict[BayesianModule, str], before: list[_State]) -> None:
         self.config, self.names = config, names
-        # modules are compared by identity; one that is gone cannot be taken for another, whose changes would not fit
+        # modules are compared by identity; one that is gone cannot be mistaken for another: its changes would not fit
         self.modules, self.kinds = [id(state.module()) for state in before], [state.kind for state in before]
         self.classes: list[tuple[ref, type, type]] = []
         self.changes: list[_Change] = []
@@ -163,7 +163,7 @@ class _Conversion:
             change.set(change.after)
 
     def take_out(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         for change in reversed(self.changes):
             change.set(change.before)
         for module, plain_class, _ in self.classes:

@@ -57,25 +57,26 @@ def tune_noise(
 ) -> NoiseTuning:
     """Set the noise of every Bayesian attention module to the value that predicts the validation labels best.
 
-    All candidates are compared under the same random numbers. The choice is kept by `save_bayesian`. Every candidate that
-    is tried is a line on stderr, with the time left.
+    All candidates are compared under the same random numbers. `save_bayesian` keeps the choice. Every candidate that is
+    tried prints a line on stderr, with the time left.
 
     Args:
         model: A model with Bayesian attention of one family; its configs are replaced, nothing else.
-        batches: Validation data, gone through several times: pairs (inputs, labels), or mappings with `labels`. Labels are
+        batches: Validation data, read once into memory: pairs (inputs, labels), or mappings with `labels`. Labels are
             classes, aligned with the logits; −100 is ignored.
         method: `draws`, or `closed-form`: every batch is run once, forwards and backwards (`uncertainty`), and the noise
             that gives the averaged probabilities the lowest NLL is found without another pass.
-        candidates: Values to choose from; None takes twelve that span almost none to a lot, of which five are tried.
-        num_samples: M of the predictive.
+        candidates: Values to choose from. None: for `draws` twelve, from almost no noise to a lot, of which five are tried;
+            in closed form a fine grid.
+        num_samples: M in the predictive distribution.
         seed: Same seed, same result.
-        per_layer: After the best common value, go once through the layers and follow what improves each.
-        chunk_size: With `batch_dims`, draws per forward pass at most, as in `predict`.
+        per_layer: After finding the best common value, go through the layers once and move each while that improves it.
+        chunk_size: With `batch_dims`, the most draws per forward pass, as in `predict`.
         batch_dims: The batch axis of the inputs, as in `predict`: 0 in batch-first models. None draws one by one.
-        output: Gets the logits out of what the model returns, as in `predict`.
-        num_classes: In closed form, the classes whose logits' covariance is used, as in `uncertainty`.
-        risk: In closed form, the error rate that answers may have at most: `selector` of the result is then the threshold on
-            t that answers most, with a guarantee from the same data (`metrics.SelectivePredictor.for_error`).
+        output: Extracts the logits from the model's output, as in `predict`.
+        num_classes: In closed form, the number of classes whose logits' covariance is used, as in `uncertainty`.
+        risk: In closed form, the largest acceptable error rate: `selector` of the result is then the threshold on t that
+            answers the most, with a guarantee from the same data (`metrics.SelectivePredictor.for_error`).
         quiet: Print nothing.
 
     Raises:

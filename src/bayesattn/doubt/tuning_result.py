@@ -1,4 +1,4 @@
-"""What `tune_noise` returns, and how a chosen noise gets into a model."""
+"""What `tune_noise` returns, and how a model is set to a chosen noise."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from bayesattn.nn import BayesianModule
 
 @dataclass(frozen=True)
 class Quality:
-    """How good the predictions on the validation data are: mean NLL in nats, expected calibration error, AURC."""
+    """Quality of the predictions on the validation data: mean NLL in nats, expected calibration error, AURC."""
 
     nll: float
     ece: float
@@ -21,7 +21,7 @@ class Quality:
 
     @classmethod
     def of(cls, probabilities: Float[Tensor, "b k"], labels: Int[Tensor, " b"], nll: Float[Tensor, " b"]) -> "Quality":
-        """Measure predictions whose NLL the caller has."""
+        """Measure predictions whose NLL is given."""
         confidence, correct = probabilities.max(dim=-1).values, metrics.correct(probabilities, labels)
         ece = metrics.expected_calibration_error(confidence, correct)
         return cls(float(nll.mean()), float(ece), float(metrics.aurc(confidence, correct)))
@@ -34,7 +34,7 @@ class NoiseTuning:
     Attributes:
         parameter: `weibull_k` or `sigma_q`.
         values: Its chosen value for every Bayesian attention module, by name.
-        candidates: What it was chosen from, from least noise to most.
+        candidates: The values to choose from, from least noise to most.
         nll_by_value: Validation NLL of the candidates that were tried, each used for all layers at once.
         before: Quality of the deterministic model.
         after: Quality of the M-sample predictive with the chosen values; in closed form, of the averaged probabilities.

@@ -43,22 +43,22 @@ def uncertainty(
 
     Args:
         model: A trained model, plain or with Bayesian attention: everything `bayesianize` takes. A plain one is converted
-            for the call. Afterwards parameters, gradients, modes, hooks and random generators are what they were.
+            for the call. Afterwards parameters, gradients, modes, hooks and random generators are as before.
         inputs: One batch, as for `predict`: a tensor, a sequence of positional or a mapping of keyword arguments.
-        target: What the variance is of. `margin`: the difference of the two largest logits. A class, or a tensor with one
-            class per example: its logit. `value`: the output of a regression. `span`: the margin of the best span of
-            `start_logits` and `end_logits` over the next best. Or a function from the model's outputs to one number per
-            example.
+        target: The number whose variance is computed. `margin`: the difference of the two largest logits. A class, or a
+            tensor with one class per example: its logit. `value`: the output of a regression. `span`: the margin of the best
+            span of `start_logits` and `end_logits` over the next best. Or a function from the model's outputs to one number
+            per example.
         config: Noise for a plain model; None is Weibull noise with k = 5. A Bayesian model has its own.
         method: `closed-form`, or `draws` for the standard deviation over `num_samples` sampled passes, to compare. For
             graph models also `linearized`: draws through the linearized model (`doubt/graphs.py`), which `closed-form` uses
-            by itself for more than 1024 nodes. The result's `method` says which was used.
-        num_samples: M of the p-value, and of the draws.
-        num_classes: c, the most probable classes whose logits' covariance is computed, in c(c−1)/2 backward passes; it
-            matters for `averaged_probabilities` alone.
-        seed: Of the draws.
-        output: Gets the logits out of what the model returns, as in `predict`.
-        nodes: For graph models, the nodes (or graphs) to look at, as positions or a boolean mask; None is all.
+            automatically for more than 1024 nodes. The result's `method` says which was used.
+        num_samples: M in the p-value, and the number of draws.
+        num_classes: c, the number of most probable classes whose logits' covariance is computed, in c(c−1)/2 backward
+            passes; it matters for `averaged_probabilities` alone.
+        seed: Seed of the draws.
+        output: Extracts the logits from the model's output, as in `predict`.
+        nodes: For graph models, the nodes (or graphs) to look at, as positions or a boolean mask; None means all.
 
     Raises:
         ValueError: Something does not fit; the message says what. The model is unchanged.
@@ -104,7 +104,7 @@ def uncertainty(
 
 
 def _of_nodes(nodes: Sequence[int] | Tensor, target: Target, output: Output) -> tuple[Target, Output]:
-    """Return target and output of the chosen nodes alone."""
+    """Return target and output restricted to the chosen nodes."""
     chosen = torch.as_tensor(nodes)
     if chosen.ndim != 1 or chosen.is_floating_point() or chosen.is_complex() or not chosen.numel():
         raise ValueError(
@@ -135,7 +135,7 @@ def _require_finite(number: Number, values: list[Tensor], std: Tensor | None = N
 
 
 def _pairs(num_classes: int) -> list[tuple[int, int]]:
-    """Return the first class with each other, then the others with each other."""
+    """Return all pairs of classes, those with the first class first."""
     return list(combinations(range(num_classes), 2))
 
 

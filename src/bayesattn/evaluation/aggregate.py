@@ -32,7 +32,7 @@ class Summary:
 def over_runs(values: Sequence[float]) -> Summary:
     """Return the mean over runs with Student's 95 % t interval: value ± t · s / √n. One run has no interval.
 
-    The interval is about the seeds (initialization, batch order, noise); all runs share their test images.
+    The interval is over seeds (initialization, batch order, noise); all runs share their test images.
     """
     if not values or not all(math.isfinite(value) for value in values):
         raise ValueError(f"values must be one or more finite numbers, got {list(values)!r}")

@@ -1,4 +1,4 @@
-"""How many threads torch computes with."""
+"""How many threads torch uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

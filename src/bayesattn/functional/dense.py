@@ -43,7 +43,7 @@ def attention_weights(
 
     Args:
         scores: Φ, before masking and before any softmax; `b h m n`, `b m n` or `m n`.
-        config: Which posterior, prior and conventions.
+        config: Posterior, prior and conventions.
         log_prior: ln Ψ from a contextual prior, one value per key; needed for BAM-LC and BAM-WC when `need_kl`.
         mask: Boolean, True where a query may attend, broadcastable to `scores`.
         seed: Repeats a draw exactly; None draws from torch's generator, or as `keyed_noise` says.
@@ -120,20 +120,20 @@ def attention(
         query: Queries.
         key: Keys; `hk` divides the query heads (grouped-query attention).
         value: Values.
-        config: Which posterior, prior and conventions.
-        log_prior: ln Ψ from a contextual prior, one value per key, per query head, key head, or shared; or what
-            `ContextualPrior.fused` returns, which the kernels compute on their way.
+        config: Posterior, prior and conventions.
+        log_prior: ln Ψ from a contextual prior, one value per key: for each query head, each key head, or shared. Or what
+            `ContextualPrior.fused` returns, which the kernels compute themselves.
         mask: Boolean, True where a query may attend; combined with `is_causal`.
         bias: Added to the scores; broadcastable to `b h m n`. Where it is −80 or less a query may not attend.
         is_causal: Query i attends to keys up to i.
-        window: With `is_causal`, to the last `window` of them only (a sliding window).
+        window: With `is_causal`, query i attends only to the last `window` of these keys (a sliding window).
         scale: Factor of the dot product; None is 1/√d.
-        dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
+        dropout_p: Dropout on the sampled weights; the KL is that of the undropped ones.
         seed: Repeats a draw exactly, dropout included, whatever the backend; None draws from torch's generator, or as
             `keyed_noise` says.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
-        backend: `auto` picks the fastest that supports the call; a named one runs or refuses.
+        backend: `auto` picks the fastest that supports the call; a named one runs or raises.
         check_finite: Raise on NaN or infinity in the inputs (a debug switch: it waits for the device).
 
     Returns:
@@ -190,7 +190,7 @@ def attention(
             "need_kl": wants_kl,
         }
         if chosen == "triton":
-            # only now: a machine without a GPU need not have triton
+            # imported only now: a machine without a GPU need not have triton
             from bayesattn.ops.attention import triton
 
             output, kl = triton.attention(query, key, value, seed=seed, dropout_p=dropout_p, **options)
@@ -235,7 +235,7 @@ def _mean_attention(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Call torch's attention with the arguments a user would have given it, so that its own backend choice holds."""
+    """Call torch's attention with the arguments a user would have given it, so its own backend choice applies."""
     mask, is_causal = allowed.mask, allowed.is_causal
     if is_causal and (mask is not None or bias is not None or allowed.window is not None):
         mask, is_causal = allowed.dense(query.device), False
@@ -253,5 +253,5 @@ def _kl(scores: Tensor, log_prior: Tensor | None, mask: Tensor | None, config: A
 
 
 def zeros_like_kl(like: Tensor) -> Tensor:
-    """Return the KL of variants without one."""
+    """Return zeros, the KL of variants without one."""
     return torch.zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)

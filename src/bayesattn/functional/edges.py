@@ -46,19 +46,19 @@ def edge_attention(
             the kernels run.
         value: Features of every node that may be a source.
         edges: The graph, from `Edges.sort`.
-        config: Which posterior, prior and conventions.
+        config: Posterior, prior and conventions.
         log_prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or the `NodePrior` from
             which the kernels compute it.
         prior_scope: `graph`: Ψ sums to one over all nodes that are a source, as published; `neighborhood`: over
-            the sources of each target, as the derivation, with one softmax per row, requires.
-        dropout_p: Dropout on the sampled weights; the KL is of the undropped ones.
+            the sources of each target, as the derivation requires, which has one softmax per row.
+        dropout_p: Dropout on the sampled weights; the KL is that of the undropped ones.
         seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`); None draws
             from torch's generator, or as `keyed_noise` says.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
-        need_weights: Whether to compute the weights where the backend can do without.
-        backend: `auto` takes `csr` for sorted edges on a CPU, `triton` for them on a GPU, `reference` for the rest. A
-            named one runs or refuses.
+        need_weights: Whether to compute the weights even where the backend can do without.
+        backend: For sorted edges, `auto` takes `csr` on a CPU and `triton` on a GPU; for the rest, `reference`. A named one
+            runs or raises.
 
     Returns:
         Output in the dtype of `value`; weights before and after dropout, None if not needed; KL of the graph, one entry

@@ -1,7 +1,7 @@
-"""Calls of `attention` that are like an earlier one: what was checked and looked up then is not checked and looked up again.
+"""Calls of `attention` that are like an earlier one, without repeating its checks and lookups.
 
 A step of a model makes the same call in every layer. Checks, the choice of a backend and the search for the launches depend
-on shapes, strides, types and settings alone, so the caller keeps their result, and gives it tensors of the same kind.
+on shapes, strides, types and settings alone, so the caller keeps their result and passes it tensors of the same kind.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from bayesattn.ops.prior.nodes import KeyPrior
 
 
 def signature(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple | None:
-    """Return what two calls must have in common, of their tensors; None where a call has to be looked at anew.
+    """Return what the tensors of two calls must have in common; None where a call must be checked anew.
 
-    That is inside a compiler or a transform, and where an open scope wants something of the call.
+    That is inside a compiler or a transform, and where an open scope needs something from the call.
     """
     if (
         torch.compiler.is_compiling()
@@ -40,12 +40,12 @@ def signature(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 class Repeated:
-    """A call of Weibull attention by the kernels, whose arguments were checked.
+    """A call of the kernels for Weibull attention, with arguments that have been checked.
 
     Args:
-        arguments: Of the kernels' operator after the tensors; with a KL, the settings of the call and its plan.
+        arguments: Those of the kernels' operator after the tensors; with a KL, the settings of the call and its plan.
         need_kl: Whether there is a KL to compute.
-        returns_zeros: Whether a KL of 0 is wanted.
+        returns_zeros: Whether to return a KL of 0.
     """
 
     def __init__(self, run: Any, arguments: tuple, need_kl: bool, returns_zeros: bool) -> None:
@@ -79,7 +79,7 @@ def repeated(
 ) -> Repeated | None:
     """Return how to repeat a call of `attention` that has just succeeded; None where it is not a simple one.
 
-    Simple are sampled Weibull calls by the kernels without a bias, whose prior is fixed or waits to be computed.
+    A simple call is a sampled Weibull call of the kernels, without a bias, whose prior is fixed or not computed yet.
     """
     wants_kl = need_kl and config.has_kl
     if config.family != "weibull" or isinstance(log_prior, Tensor):

@@ -2,8 +2,8 @@
 
     trainer = pytorch_lightning.Trainer(callbacks=[KLCallback(KLSchedule("sigmoid", anneal_rate=0.2))])
 
-The KL of the batch is recorded while `training_step` runs and added to the loss just before backward, divided as the
-loss was by the number of accumulated batches and multiplied by the gradient scaler's factor.
+The KL of the batch is recorded while `training_step` runs and added to the loss just before backward. Like the loss, it is
+divided by the number of accumulated batches and multiplied by the gradient scaler's factor.
 """
 
 from contextlib import ExitStack
@@ -58,18 +58,18 @@ class KLCallback(pl.Callback):
         check_optimizers(pl_module, trainer.optimizers)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to record."""
+        """Start recording."""
         self._close()
         self._open = ExitStack()
         self._scope = self._open.enter_context(record_kl())
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Add the KL to the loss, in place: Lightning passes the tensor and takes none back."""
+        """Add the KL to the loss, in place, because Lightning ignores what this returns."""
         scope = self._scope
         self._close()
         if scope is None:
             raise RuntimeError(
-                "KLCallback supports one backward pass per batch, got a second. The KL is part of the first loss already"
+                "KLCallback supports one backward pass per batch, got a second. The KL is already part of the first loss"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # the factor by which Lightning multiplied the loss that training_step returned

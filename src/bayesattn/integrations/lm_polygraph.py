@@ -26,7 +26,7 @@ class AttentionDoubt:
     Args:
         model: The transformers model inside lm-polygraph's wrapper, `whitebox.model`; causal or encoder-decoder.
         pad_token_id: The tokenizer's; the statistics hold padded prompts without their masks. Prompts of causal models are
-            padded on the left, so leading padding is dropped; of encoder-decoders on either side.
+            padded on the left, so leading padding is dropped; for encoder-decoders, padding on either side is dropped.
         per_token: Divide by the number of generated tokens.
         config: Noise for a plain model; None is Weibull noise with k = 5.
 
@@ -89,6 +89,6 @@ class AttentionDoubt:
         row = torch.as_tensor(tokens, dtype=torch.long)
         kept = torch.nonzero(row != self.pad_token_id).flatten() if self.pad_token_id is not None else torch.arange(len(row))
         if len(kept) == 0:
-            raise ValueError("a prompt in input_tokens is padding only")
+            raise ValueError("a prompt in input_tokens contains only padding")
         is_causal = not getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         return row[kept[0] : None if is_causal else kept[-1] + 1]

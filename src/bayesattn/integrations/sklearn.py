@@ -33,7 +33,7 @@ class DoubtClassifier(ClassifierMixin, BaseEstimator):
             examples first, and the model's only argument.
         classes: The labels of the model's outputs, in their order; None is 0, 1, 2, ...
         batch_size: Examples per pass.
-        max_length: Tokens at most; None is what tokenizer and model allow.
+        max_length: Maximum number of tokens; None is what tokenizer and model allow.
         device: Where to run; the model is moved there. None leaves it where it is.
 
     Example:

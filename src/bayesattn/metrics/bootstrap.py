@@ -20,7 +20,7 @@ def bootstrap_mean(
 
     Args:
         values: One number (or several) for each prediction.
-        num_resamples: How often the predictions are drawn again, with replacement.
+        num_resamples: How many times the predictions are resampled, with replacement.
         confidence: Level of the interval.
         seed: The same seed gives the same interval.
 
@@ -61,7 +61,7 @@ def bootstrap_statistic(
     Args:
         statistic: Called with resampled columns; returns one number or a vector of them.
         *columns: What the statistic needs, predictions on the first axis.
-        num_resamples: How often the predictions are drawn again, with replacement.
+        num_resamples: How many times the predictions are resampled, with replacement.
         confidence: Level of the interval.
         seed: The same seed gives the same resamples as in `bootstrap_mean`.
 

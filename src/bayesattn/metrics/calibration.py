@@ -55,9 +55,9 @@ def reliability_bins(
     Args:
         confidence: Probability of the predicted class.
         accuracy: Acc_i of the predictions: boolean, 0/1 or fractions.
-        num_bins: How many bins at most.
-        scheme: `equal_width`: [0, 1/k), [1/k, 2/k), ..., as torchmetrics; `equal_count`: as many predictions in each, to
-            within one. Predictions of one confidence share their mean accuracy, so the order of the input has no influence.
+        num_bins: Maximum number of bins.
+        scheme: `equal_width`: [0, 1/k), [1/k, 2/k), ..., as in torchmetrics; `equal_count`: equally many predictions in
+            each, to within one. Predictions of equal confidence share their mean accuracy, so input order does not matter.
 
     Example:
         >>> bins = reliability_bins(torch.tensor([0.55, 0.9, 0.9]), torch.tensor([1.0, 1.0, 0.0]))

@@ -143,8 +143,8 @@ class SelectivePredictor:
             report = _report(answered[best], correct, level)
             return cls(threshold, "error", target_error, float(bounds[best]), level, report)
         raise ValueError(
-            f"target_error is {target_error}; these {n} predictions at level {level} can promise an "
-            f"error of at least {float(bounds.min()):.4g} (less with more validation data, a better model or a lower level)"
+            f"target_error is {target_error}, but these {n} predictions at level {level} can promise no error below "
+            f"{float(bounds.min()):.4g}. Use more validation data, a better model or a lower level"
         )
 
     @classmethod
@@ -176,14 +176,16 @@ class SelectivePredictor:
         enough = betainc(rank, n + 1.0 - rank, target_coverage) <= 1.0 - level
         if not enough.any():
             most = (1.0 - level) ** (1.0 / n)
-            raise ValueError(f"target_coverage is {target_coverage}; these {n} predictions can promise at most {most:.4g}")
+            raise ValueError(
+                f"target_coverage is {target_coverage}, but these {n} predictions can promise at most {most:.4g}"
+            )
         first = int(enough.argmax())
         threshold = float(confidence.sort(descending=True).values[first])
         bound = float(betaincinv(rank[first], n + 1.0 - rank[first], 1.0 - level))
         return cls(threshold, "coverage", target_coverage, bound, level, _report(confidence >= threshold, correct, level))
 
     def answers(self, confidence: Float[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        """Return True where the prediction is to be answered, False where to abstain."""
+        """Return True where to answer, False where to abstain."""
         validate.finite("confidence", confidence)
         return confidence.double() >= self.threshold
 

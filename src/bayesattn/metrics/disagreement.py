@@ -40,7 +40,7 @@ def mutual_information(samples: Float[Tensor, "s b c"], *, task: ClassTask = "mu
 
 
 def information_of_draws(samples: Float[Tensor, "s *b c"], *, task: ClassTask) -> Float[Tensor, "*b"]:
-    """Return the same in the samples' own dtype, for any number of axes and without checks."""
+    """Return the mutual information in the samples' own dtype, for any number of axes and without checks."""
     return (_entropy(samples.mean(dim=0), task) - _entropy(samples, task).mean(dim=0)).clamp(min=0.0)
 
 

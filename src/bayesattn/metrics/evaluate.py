@@ -62,10 +62,10 @@ class PredictionTable:
         entropy: Entropy of the mean, in nats.
         mutual_information: What the draws disagree about, in nats.
         agreement: Probability that two draws predict the same class; None for one draw.
-        p_value: That the top two classes differ; None for one draw.
+        p_value: p-value of the difference between the top two classes; None for one draw.
         num_samples: M.
-        test: Behind the p-values.
-        space: Behind the p-values.
+        test: Test behind the p-values.
+        space: Whether the p-values test probabilities or logits.
         task: How outputs become probabilities.
 
     Example:
@@ -191,7 +191,7 @@ def evaluate_table(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Estimate]:
-    """Do what `evaluate_predictions` does, from an existing table.
+    """Return the metrics of `evaluate_predictions` from an existing table.
 
     Args:
         table: From `tabulate_predictions`.

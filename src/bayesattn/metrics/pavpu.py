@@ -141,12 +141,12 @@ def pavpu_by_num_samples(
     threshold: float = 0.05,
     **options: Any,
 ) -> list[PAvPU]:
-    """Return PAvPU from the first M draws for every M asked for: the curve over M.
+    """Return PAvPU from the first M draws for every M in `num_samples`: the curve over M.
 
     Args:
         samples: Probabilities (or logits, see `space`) of at least max(num_samples) draws.
-        accuracy: Acc_i of the predicted answers; the same for every M, so that only the p-values change.
-        num_samples: The M to look at, each at least 2.
+        accuracy: Acc_i of the predicted answers; the same for every M, so only the p-values change.
+        num_samples: The values of M, each at least 2.
         threshold: Where to cut the p-values.
         **options: As for `pavpu_by_threshold`.
 

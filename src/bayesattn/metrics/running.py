@@ -39,8 +39,8 @@ class _Mean(Metric):
 
     def __init__(self, shape: tuple[int, ...] = (), settings: tuple[Any, ...] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # a name of its own: a MetricCollection lets metrics with equal states of equal names share them from the first batch
-        # on, and two different averages may well be equal there
+        # a unique name: a MetricCollection lets metrics share states that have equal names and, after the first batch, equal
+        # values; two different averages may well be equal there
         self._total = f"total_{type(self).__name__}_{zlib.crc32(repr(settings).encode()):08x}"
         self.add_state(self._total, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
@@ -57,7 +57,7 @@ class _Mean(Metric):
 
 
 class Accuracy(_Mean):
-    """Share of predictions whose most probable class, of the mean over draws, is the label.
+    """Share of predictions whose most probable class, by the mean over draws, is the label.
 
     Example:
         >>> metric = Accuracy()
@@ -281,7 +281,7 @@ class AdaptiveCalibrationError(_Ranked):
         self.num_bins = num_bins
 
     def update(self, samples: Samples, labels: Labels) -> None:
-        """Add a batch; only a probability can be calibrated, so no other confidence is taken."""
+        """Add a batch; only a probability can be calibrated, so no other confidence is accepted."""
         super().update(samples, labels)
 
     def _statistic(self, confidence: Tensor, accuracy: Tensor) -> Tensor:

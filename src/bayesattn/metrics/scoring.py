@@ -14,7 +14,7 @@ from bayesattn.metrics import validate
 
 
 def negative_log_likelihood(probabilities: Float[Tensor, "b c"], labels: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Return −ln p(label). A label that was given probability 0 costs infinity; `nll_from_logits` avoids underflow.
+    """Return −ln p(label). A label with probability 0 costs infinity; `nll_from_logits` avoids underflow.
 
     Example:
         >>> negative_log_likelihood(torch.tensor([[0.2, 0.8], [0.6, 0.4]]), torch.tensor([1, 1]))

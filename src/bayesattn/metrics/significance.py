@@ -29,7 +29,7 @@ def top_two_p_value(
     space: Space = "probability",
     task: ClassTask = "multiclass",
 ) -> Float[Tensor, " b"]:
-    """Return the p-value that the two most probable classes differ, for every prediction.
+    """Return the p-value of the difference between the two most probable classes, for every prediction.
 
     The two classes are the top two of the mean probability over the draws. All differences zero gives p = 1; no variance
     but different means gives p = 0. The result is never NaN.
@@ -66,7 +66,7 @@ def top_two_p_value(
 
 
 def two_sample_p_value(first: Float[Tensor, "s b"], second: Float[Tensor, "s b"], *, test: Test) -> Float[Tensor, " b"]:
-    """Return the two-sided p-value that two sets of M values have one mean, column by column.
+    """Return the two-sided p-value of a test that two sets of M values have the same mean, column by column.
 
     Example:
         >>> first, second = torch.tensor([[0.7], [0.6], [0.65]]), torch.tensor([[0.3], [0.4], [0.35]])

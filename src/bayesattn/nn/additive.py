@@ -13,7 +13,7 @@ from bayesattn.nn.weights import BayesianWeights
 
 
 class AdditiveAttention(nn.Module):
-    """Attend with the scores Φ = vᵀ tanh(W_q q + W_k k + b), the weights sampled.
+    """Attend with scores Φ = vᵀ tanh(W_q q + W_k k + b) and sampled weights.
 
     The key side does not change from step to step: project it once with `prepare`, then call the module at every step.
     Each call records its own KL, as the paper counts it.
@@ -22,7 +22,7 @@ class AdditiveAttention(nn.Module):
         query_dim: Features of a query.
         key_dim: Features of a key.
         hidden_dim: Width of the tanh layer.
-        config: What is random. The contextual prior reads the keys.
+        config: Variant, noise and prior. The contextual prior reads the keys.
         weights: Instead of a config, an object that replaces softmax and average (`nn/custom_weights.py`).
         bias: Whether the tanh layer has a bias.
 
@@ -94,7 +94,7 @@ class AdditiveAttention(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
         log_prior: Float[Tensor, "b 1 1 n"] | None = None,
     ) -> tuple[Float[Tensor, "b m dv"], Float[Tensor, "b m n"]]:
-        """Return the same from given scores; `log_prior` is that of `prepare`."""
+        """Return context and weights from given scores; `log_prior` is that of `prepare`."""
         value = key if value is None else value
         if self.bayes_weights is not None:
             given = None if mask is None else mask[:, None, None, :]

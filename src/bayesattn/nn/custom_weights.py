@@ -23,14 +23,14 @@ from bayesattn.functional import EdgeAttention, Edges
 class AttentionWeights(Protocol):
     """An `nn.Module` that turns scores into weights and output.
 
-    To be switched by `sampling(model)` it, or a child of it, has to be a `nn.BayesianModule`; its parameters are trained,
-    saved and moved with the module that holds it.
+    For `sampling(model)` to switch it, it or a child of it must be a `nn.BayesianModule`. Its parameters are trained, saved
+    and moved with the module that holds it.
 
     Attributes:
         name: Its name in errors, reports and saved files.
         has_kl: Whether calls return a KL inside `record_kl()`.
         kl_reduction: How that KL sums over queries and keys, as in `AttentionConfig`.
-        has_own_dropout: Whether it drops weights itself, so that it ignores `dropout_p`.
+        has_own_dropout: Whether it drops weights itself and ignores `dropout_p`.
         runs_on_edges: Whether it has `on_edges` and `edge_weights`; without them graph layers refuse it.
         is_idle: Whether the next call would be soft attention: nothing drawn, no KL.
 
@@ -90,7 +90,7 @@ class AttentionWeights(Protocol):
         ...
 
     def edge_weights(self, scores: Float[Tensor, "e h"], edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
-        """Return the weights of edges alone, before dropout, for layers whose messages PyG sums."""
+        """Return only the weights of the edges, before dropout, for layers whose messages PyG sums."""
         ...
 
 
@@ -110,8 +110,8 @@ def build_weights(
 
     Args:
         weights: The object, or the factory.
-        head_dim: Features of a key of one head.
-        num_heads: Heads of the keys.
+        head_dim: Features per key and head.
+        num_heads: Number of key heads.
         device: Device of the module's parameters.
         dtype: Type of the module's parameters.
     """
@@ -125,7 +125,7 @@ def build_weights(
     missing = [name for name in _MEMBERS if not hasattr(weights, name)]
     if not isinstance(weights, nn.Module) or missing:
         raise ValueError(
-            "weights must be an nn.Module with all that bayesattn.nn.AttentionWeights lists, got "
+            "weights must be an nn.Module with all members of bayesattn.nn.AttentionWeights, got "
             f"{type(weights).__name__} without {', '.join(missing) or 'nn.Module as its base'}"
         )
     return cast(AttentionWeights, weights)

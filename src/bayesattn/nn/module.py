@@ -18,7 +18,7 @@ def checked_config(config: AttentionConfig | None, weights: object) -> Attention
     """Return the config of a module that is given either a config or custom weights; with the latter it is `soft`."""
     if (config is None) == (weights is None):
         advice = (
-            '. Use AttentionConfig("BAM-NOKL") for draws of a trained model, AttentionConfig("BAM-WC") to train one from '
+            '. Use AttentionConfig("BAM-NOKL") to draw from a trained model, AttentionConfig("BAM-WC") to train one from '
             "scratch; `uncertainty` needs no conversion"
         )
         raise ValueError(f"give either config or weights, got {f'neither{advice}' if config is None else 'both'}")
@@ -68,9 +68,9 @@ class BayesianModule(nn.Module):
         """Give the module its config, its switches and, for contextual variants, a prior; constructors call it once.
 
         Args:
-            config: What is random; None where `weights` are given.
-            key_dim: Features of a key of one head; needed for contextual priors.
-            num_heads: Heads of the keys.
+            config: Variant, noise and prior; None where `weights` are given.
+            key_dim: Features per key and head; needed for contextual priors.
+            num_heads: Number of key heads.
             device: Device of the prior's parameters.
             dtype: Type of the prior's parameters.
             prior_name: As `name` of `ContextualPrior`.

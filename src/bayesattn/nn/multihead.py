@@ -24,7 +24,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype:
             As in torch.
-        config: What is random; keyword only, as `weights`.
+        config: Variant, noise and prior; keyword only, like `weights`.
         weights: Instead of a config, an object that replaces softmax and average (`nn/custom_weights.py`).
 
     In the paper: the module of Sec. 2 with `num_heads` = H, Φ = QKᵀ/√d_k, and S drawn as in Sec. 3.2.
@@ -171,7 +171,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        # a bias of another type than the weights is legal in torch's module
+        # a bias of a different type than the weights is legal in torch's module
         biases = self.in_proj_bias.to(weights[0].dtype).chunk(3) if self.in_proj_bias is not None else (None, None, None)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         if self.bias_k is not None and self.bias_v is not None:
@@ -184,7 +184,7 @@ class MultiheadAttention(BayesianModule, nn.MultiheadAttention):
         return q, k, v
 
     def _forward_nested(self, nested: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Self-attention over a nested tensor, as `nn.TransformerEncoder` passes it in eval mode with padding.
+        """Attend within a nested tensor, as `nn.TransformerEncoder` passes it in eval mode with padding.
 
         The weights come back padded with zeros, as from torch's module.
         """

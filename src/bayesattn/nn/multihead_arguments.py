@@ -52,13 +52,13 @@ def split_masks(
     num_heads: int,
     extra_keys: int,
 ) -> tuple[Bool[Tensor, "#b #h #m n"] | None, Float[Tensor, "#b #h #m n"] | None]:
-    """Turn torch's two masks (True, or numbers that are added) into one of ours and an additive bias.
+    """Turn torch's two masks, boolean or additive, into one of ours and an additive bias.
 
     Args:
         key_padding_mask: One row of keys per example.
         attn_mask: `m n`, or `b*h m n`.
         query: Gives batch size and dtype.
-        num_keys: Keys that the caller gave.
+        num_keys: Number of keys that the caller gave.
         num_heads: Number of heads.
         extra_keys: Keys that `add_bias_kv` and `add_zero_attn` append, which every query may attend to.
     """
@@ -91,7 +91,7 @@ def _check_mask(name: str, given: Tensor, query: Tensor, num_keys: int, num_head
         raise ValueError(
             f"{name} must have shape {expected} for {b} examples and {num_heads} heads, got {tuple(given.shape)}"
         )
-    # as torch: autocast brings any two types together
+    # as in torch: autocast reconciles any two types
     is_added = given.dtype in (torch.float32, query.dtype) or torch.is_autocast_enabled(query.device.type)
     if given.dtype != torch.bool and not (given.is_floating_point() and is_added):
         raise ValueError(
@@ -101,10 +101,10 @@ def _check_mask(name: str, given: Tensor, query: Tensor, num_keys: int, num_head
 
 
 def only_forbids(mask: Tensor | None) -> bool:
-    """Whether a mask has nothing to add to the scores; False where that cannot be looked up."""
+    """Whether a mask only forbids keys and adds nothing to other scores; False where that cannot be checked."""
     if mask is None or mask.dtype == torch.bool:
         return True
     if mask.requires_grad:
-        # a mask that is trained may be all zeros only now
+        # a mask that is trained may be all zeros only for now
         return False
     return bool(look_once(mask, "_bayesattn_only_forbids", lambda given: ((given == 0.0) | (given <= FORBIDDEN)).all()))

@@ -1,6 +1,6 @@
 """Additive attention for decoders: one query per step, with the noise of all steps drawn before the first.
 
-A decoder that is trained on given outputs knows how many steps it will make. Its loop then needs no draw and no KL inside:
+A decoder that is trained on given outputs knows how many steps it will make. Its loop then needs neither draws nor a KL:
 
     bias, noise = attention.plan_bias(mask, num_steps), attention.plan_context(values, num_steps)
     for each step t:                                   # the same cost for soft and for Bayesian attention
@@ -8,7 +8,7 @@ A decoder that is trained on given outputs knows how many steps it will make. It
         context, weights = attention.planned(scores, values, bias[:, t], noise[:, t])
     states = attention.record_steps(states, all_scores, values, mask=mask, steps=steps, bias=bias)
 
-The closed-form KL needs the scores alone, never the draws, so it can wait until the loop is over.
+The closed-form KL needs only the scores, never the draws, so it can wait until the loop is over.
 """
 
 import math

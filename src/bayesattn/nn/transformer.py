@@ -39,7 +39,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` with Bayesian self-attention.
 
     While it samples, the attention module declines torch's fused path (which would never call it); in eval mode
-    without sampling that path is taken as usual. Arguments as in torch, and `config` or `weights` of `MultiheadAttention`.
+    without sampling that path is taken as usual. Arguments are torch's, and `config` or `weights` of `MultiheadAttention`.
 
     Example:
         >>> import torch
@@ -80,7 +80,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer` with Bayesian self- and cross-attention.
 
-    Arguments as in torch, and `config`, or `weights` as a function that builds one object per attention module.
+    Arguments are torch's, and `config`, or `weights` as a function that builds one object per attention module.
 
     Example:
         >>> import torch

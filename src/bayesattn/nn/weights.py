@@ -14,11 +14,11 @@ class BayesianWeights(BayesianModule):
     """Use in place of the softmax: scores → sampled weights, with the KL recorded.
 
     Args:
-        config: What is random.
-        key_dim: Features of a key of one head; needed for contextual priors.
+        config: Variant, noise and prior.
+        key_dim: Features per key and head; needed for contextual priors.
         num_heads: Heads of the scores; matters only for `prior_per_head`.
-        prior_name: A name for each where several are built one right after the other: contextual priors of the
-            same name and generator state start from the same values.
+        prior_name: Distinguishes modules that are built one right after the other: contextual priors with the same
+            name and generator state start from the same values.
 
     Example:
         >>> softmax = BayesianWeights(AttentionConfig("BAM-WC"), key_dim=8)

@@ -1,15 +1,15 @@
-"""Noise keyed by example: inside `keyed_noise(seeds)` the draws of an example depend on its seed and on nothing around it.
+"""Noise keyed by example: inside `keyed_noise(seeds)` the draws of an example depend on its seed, not on its batch.
 
     with keyed_noise(example_seeds(run_seed, step, indices)):
         loss = model(batch)
         loss.backward()
 
-Without it a call of an attention module draws from torch's generator, and what an example gets depends on where it stands
-in the batch and on the process that computes it. With it, the seed of a draw is a function of (seed of the example, number
-of the call, entry): one process, four processes and any order of a batch give every example the same noise.
+Without it a call of an attention module draws from torch's generator, and what an example gets depends on its position in
+the batch and on the process that computes it. With it, the seed of a draw is a function of (seed of the example, number of
+the call, entry): one process, four processes and any order of a batch give every example the same noise.
 
 Everything derives from the generator of `specification.py`, with the last word of its counter all ones, or one less: no
-batch of attention calls has so many entries. Generation (`streams.py`) derives the seeds of its rows by the same function.
+batch has that many entries. Generation (`streams.py`) derives the seeds of its rows with the same function.
 """
 
 import threading
@@ -52,7 +52,7 @@ def example_seeds(seed: int, step: int, examples: Int[Tensor, " b"]) -> Int[Tens
 
     Args:
         seed: Seed of the run.
-        step: Below 2^32.
+        step: The optimizer step, below 2^32.
         examples: Indices of the examples in the training set.
 
     Example:
@@ -73,8 +73,8 @@ def _words(seeds: Tensor, first: Tensor, second: Tensor, third: Tensor, tag: int
 def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
     """Give every attention call of this thread noise that belongs to the examples; keep it open during `backward()`.
 
-    A call whose batch is a multiple of the examples (windows of an image, two images of a question) counts the consecutive
-    entries of an example; one whose batch is anything else raises. Activation checkpointing gets the same noise again.
+    A call whose batch is a multiple of the examples (windows of an image, two images of a question) numbers the consecutive
+    entries of an example; any other batch size raises. Activation checkpointing gets the same noise again.
 
     Args:
         seeds: One per example of the batch, in its order, on any device.

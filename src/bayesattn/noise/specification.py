@@ -11,10 +11,10 @@ and with any tiling, so backward passes, recomputation and other kernels see the
     E        −ln u                                                          ~ Exp(1)
     ε        keys 2l and 2l+1 share a word: R = √(−2 ln u_{2l}), θ = 2π u_{2l+1};
              key 2l takes R cos θ, key 2l+1 takes R sin θ                   ~ N(0, 1), Box–Muller
-    dropout  an entry is dropped where r < round(2^16 p), with b + 2^31 in place of b: bits of their own
+    dropout  an entry is dropped where r < round(2^16 p), with b + 2^31 in place of b: separate bits
 
-So one call serves eight keys of a group of 32. They are the ones that a GPU thread holds of a row after tensor cores have
-computed the scores, so scores and noise are in the same thread.
+So one call serves eight keys of a group of 32: the keys of a row that a GPU thread holds after tensor cores have computed
+the scores. Scores and noise are thus in the same thread.
 
 Sixteen bits per draw halve the generator's cost, and the error is far too small to matter for attention: the CDF is
 within 2^-17 of the exact one, E lies in [7.6e-6, 11.8] and |ε| ≤ 4.86. `tests/statistical` measures both.
@@ -41,7 +41,7 @@ _LOW_32 = 0xFFFFFFFF
 _LOW_16 = 0xFFFF
 _HALF_RANGE = 0x8000
 _RANGE = 0x10000
-# added to the batch word where bits decide about dropout
+# added to the batch word for the bits that decide dropout
 DROPOUT_STREAM = 1 << 31
 
 Seed = int | Int[Tensor, ""] | Int[Tensor, " b"]
@@ -49,7 +49,7 @@ Shape4 = tuple[int, int, int, int]
 
 
 def draw_seed(device: torch.device | str = "cpu") -> Int[Tensor, ""]:
-    """Draw a 63-bit seed from torch's generator for `device`, so that `torch.manual_seed` governs it.
+    """Draw a 63-bit seed from torch's generator for `device`, so `torch.manual_seed` controls it.
 
     Example:
         >>> with torch.random.fork_rng(devices=[]):
@@ -253,7 +253,7 @@ def log_noise(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return what sampling adds to the scores, up to a constant of the row: ln E / k, or σ_q ε.
+    """Return what sampling adds to the scores, up to a constant per row: ln E / k, or σ_q ε.
 
     Example:
         >>> noise = log_noise(0, (1, 1, 1, 10_000), AttentionConfig("BAM-LF", sigma_q=0.3))
@@ -297,7 +297,7 @@ def dropout_factor(
     """Return what dropout multiplies the weights by: 0 with probability p (to 2^-17), else the number that keeps their mean.
 
     Args:
-        seed: The one of the noise; dropout has bits of its own.
+        seed: Seed of the noise; dropout uses separate bits.
         shape: Batch, heads, queries, keys.
         p: Probability of 0.
         device: Where the draws are made.

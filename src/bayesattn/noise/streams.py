@@ -1,7 +1,7 @@
-"""Noise that belongs to a sequence: the draw of a row depends on (seed of the sequence, layer, position), on nothing else.
+"""Noise that belongs to a sequence: the draw of a row depends only on (seed of the sequence, layer, position).
 
 So a sequence keeps its noise while tokens are appended to it, whether a cache holds the past or the whole sequence is
-computed again, with beams around it and in any batch.
+computed again, and whatever beams and other sequences share its batch.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class NoiseStream:
         self._calls: dict[int, int] = {}
 
     def start_forward(self, offset: int) -> None:
-        """Begin a forward pass whose first query stands at position `offset` of its sequence."""
+        """Begin a forward pass whose first query is at position `offset` of its sequence."""
         self.offset = offset
         self._calls.clear()
 

@@ -147,7 +147,7 @@ def plot_edge_uncertainty(
     max_neighbors: int = 16,
     title: str = "",
 ) -> Figure:
-    """Draw the neighborhood of a node: width of an edge is its mean weight, color its standard deviation.
+    """Draw the neighborhood of a node: an edge's width is its mean weight, its color the standard deviation.
 
     A bar chart beside it gives the same numbers with ± one standard deviation.
 
@@ -192,7 +192,7 @@ def plot_edge_uncertainty(
         for line, paint in ((width + 1.2, "black"), (width, shade)):
             ring.plot([0, x], [0, y], color=paint, linewidth=line, solid_capstyle="round", zorder=1)
         ring.scatter([x], [y], s=150, color="white", edgecolor="black", zorder=2)
-        # a self loop is drawn as a neighbor of its own name
+        # a self loop is drawn as a neighbor with its own name
         name = f"{called[neighbor]} (self)" if neighbor == node else called[neighbor]
         side = "left" if x > 0.1 else "right" if x < -0.1 else "center"
         ring.text(1.16 * x, 1.2 * y, name, ha=side, va="center", fontsize=8)

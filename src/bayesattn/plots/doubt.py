@@ -17,7 +17,7 @@ from bayesattn.plots.style import title as set_title
 
 # characters per line of text, and font size in points
 COLUMNS, SIZE = 56, 9
-# share of the variance with the darkest shade
+# share of the variance that gets the darkest shade
 DARKEST = 0.25
 
 
@@ -128,14 +128,14 @@ def shade_words(
     columns: int = COLUMNS,
     size: int = SIZE,
 ) -> int:
-    """Write words in lines of letters of one width, each shaded by its share, and return the number of lines.
+    """Write words in monospaced lines, each word shaded by its share, and return the number of lines.
 
     Args:
-        ax: Its unit is a letter across and a line down.
+        ax: Axes whose unit is a letter across and a line down.
         words: The text.
         shares: Shares of the variance, one per word; `DARKEST` and more have the darkest shade.
-        top: Where the first line stands.
-        spacing: From line to line.
+        top: Position of the first line.
+        spacing: Distance between lines.
         columns: Letters per line.
         size: Size of a letter, in points.
     """

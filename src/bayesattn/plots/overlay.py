@@ -1,4 +1,4 @@
-"""A map of weights laid over the image it is about."""
+"""A map of weights laid over the image it belongs to."""
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -15,10 +15,12 @@ PICTURE_SHARE = 0.45
 def blend(
     image: Shaped[Tensor, "height width 3"], weights: Float[Tensor, " n"], *, grid: tuple[int, int]
 ) -> Float[np.ndarray, "height width 3"]:
-    """Return the image in gray with one map over it in color, from nothing to the map's largest weight; RGB from 0 to 1."""
+    """Return the image in gray with one map over it in color, from 0 to the map's largest weight; RGB from 0 to 1."""
     picture = as_picture(image)
     if weights.numel() != grid[0] * grid[1]:
-        raise ValueError(f"weights must be {grid[0] * grid[1]}, one for each cell of grid {grid}, got {weights.numel()}")
+        raise ValueError(
+            f"weights must have {grid[0] * grid[1]} entries, one for each cell of grid {grid}, got {weights.numel()}"
+        )
     layer = on_grid(np.nan_to_num(array(weights)).reshape(grid), picture.shape[:2])
     return mix(picture, layer, ScalarMappable(Normalize(0.0, max(float(layer.max()), 1e-12)), SEQUENTIAL))
 
@@ -32,7 +34,7 @@ def as_picture(image: Shaped[Tensor, "height width 3"]) -> Float[np.ndarray, "he
 
 
 def on_grid(cells: Float[np.ndarray, "rows columns"], size: tuple[int, ...]) -> Float[np.ndarray, "height width"]:
-    """Return one weight per pixel, interpolated linearly between the middles of the cells."""
+    """Return one weight per pixel, interpolated linearly between the centers of the cells."""
     for axis in (0, 1):
         middles = (np.arange(cells.shape[axis]) + 0.5) / cells.shape[axis]
         places = (np.arange(size[axis]) + 0.5) / size[axis]

@@ -39,13 +39,13 @@ def title(ax: Axes, text: str) -> None:
     spec, figure = ax.get_subplotspec(), ax.get_figure(root=True)
     assert figure is not None
     columns = 1 if spec is None else spec.get_gridspec().ncols
-    # it stands over the axes, left of which are numbers and a name
+    # the title spans the axes only; to their left are tick labels and the axis label
     width = figure.get_figwidth() / columns - (0.7 if columns == 1 else 0.0)
     ax.set_title(wrapped(text, width, 10), fontsize=10, parse_math=False)
 
 
 def main_title(figure: Figure, text: str) -> None:
-    """Write a title above all axes, in the same way; an empty one takes no room."""
+    """Write a title above all axes, in the same way; an empty one takes no space."""
     if text:
         figure.suptitle(wrapped(text, figure.get_figwidth(), 11), fontsize=11, parse_math=False)
 
@@ -57,7 +57,7 @@ def wrapped(text: str, width: float, size: int) -> str:
 
 
 def plain(ax: Axes) -> None:
-    """Take away the box and lay a light grid behind the data."""
+    """Remove the box and put a light grid behind the data."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(color="#dddddd", linewidth=0.6)
     ax.set_axisbelow(True)
@@ -69,7 +69,7 @@ def legend(ax: Axes, **options: Any) -> None:
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Draw the legend under the axes, in space of its own: many or long names of models would hide the lines."""
+    """Draw the legend below the axes, in its own space: many or long model names would hide the lines."""
     width = figure.get_figwidth() - 0.6
     for handle in handles:
         handle.set_label(wrapped(str(handle.get_label()), width, 8))
@@ -90,5 +90,5 @@ def names(value: Sequence[str] | None, default: Iterable[str], what: str, count:
     found = list(default) if value is None else [str(name) for name in value]
     if len(found) != count:
         raise ValueError(f"{what} must have {count} entries, got {len(found)}")
-    # names come from data: a dollar sign would start matplotlib's mathematics
+    # names come from data: a dollar sign would start matplotlib's math mode
     return [name.replace("$", r"\$") for name in found]

@@ -46,7 +46,7 @@ def plot_reliability(
     Args:
         confidence: Probability of the predicted class.
         accuracy: Acc_i of the predictions.
-        num_bins: How many bins at most.
+        num_bins: Maximum number of bins.
         scheme: Bins of equal width or equal count.
         title: Above the figure.
 
@@ -100,7 +100,7 @@ def plot_risk_coverage(curves: Mapping[str, Columns | Sequence[Columns]], *, tit
         label = f"{names([name], (), 'curves', 1)[0]} (AURC {area:.3f})"
         ax.plot(coverage, risk, label=label, linewidth=1.6, **look(index))
         highest = max(highest, float(risk[len(risk) // 20 :].max()))
-    # the first few predictions swing between no error and all: they do not set the scale
+    # the first few predictions swing between no error and all: they must not set the scale
     ax.set(xlim=(0, 1), ylim=(0, 1.1 * highest or 1.0), xlabel="coverage", ylabel="error of the answers")
     set_title(ax, title or "Risk and coverage")
     plain(ax)
@@ -156,7 +156,7 @@ def plot_pavpu(
 def plot_p_values(
     p_value: Float[Tensor, " b"], accuracy: Shaped[Tensor, " b"], *, threshold: float = 0.05, title: str = ""
 ) -> Figure:
-    """Draw how p-values spread for right and for wrong answers; good uncertainty puts the wrong ones to the right.
+    """Draw the distribution of p-values for right and wrong answers; good uncertainty puts the wrong ones to the right.
 
     Args:
         p_value: From `top_two_p_value`.
@@ -198,13 +198,13 @@ def plot_entropy(
     title: str = "",
     xlabel: str = "predictive entropy (nats)",
 ) -> Figure:
-    """Draw how the entropy spreads for inputs like the training data and for others.
+    """Draw the distribution of the entropy for inputs like the training data and for others.
 
     Args:
         entropy_in: Entropy of inputs from the training distribution.
         entropy_out: Entropy of inputs from elsewhere.
         title: Above the figure.
-        xlabel: Below the axis, for another score than entropy.
+        xlabel: Label of the axis, for a score other than entropy.
 
     Example:
         >>> import torch

@@ -144,7 +144,7 @@ def test_a_converted_model_keeps_its_own_noise():
     first = ba.uncertainty(model, inputs)
     (name,) = first.by_layer
     assert torch.allclose(first.by_layer[name], plain.by_layer[name])
-    with pytest.raises(ValueError, match="config is given and the model is Bayesian already"):
+    with pytest.raises(ValueError, match="config is given, but the model is already Bayesian"):
         ba.uncertainty(model, inputs, config=TINY)
 
 

@@ -137,7 +137,7 @@ def test_a_decoder_s_own_prompt_is_not_scored(name, start, cache):
 
 def test_beams_whose_logits_do_not_come_back_are_refused_by_name():
     model = bayesianize(build("whisper"), CONFIG)
-    with pytest.raises(ValueError, match=r"WhisperForConditionalGeneration returns no logits of its beams. Use num_beams=1"):
+    with pytest.raises(ValueError, match=r"ForConditionalGeneration returns no logits for its beams. Use num_beams=1"):
         generate(model, prompts("whisper"), 2, seed=0, **options("beams"))
 
 

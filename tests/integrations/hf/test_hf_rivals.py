@@ -258,7 +258,7 @@ def test_noise_on_sums_is_refused_where_pyg_makes_them_or_sees_a_part_of_the_gra
 
 def test_generation_with_a_noise_seed_is_refused():
     model = bayesianize(build("llama", "sdpa"), **attention_options(AttentionChoice("hard-gumbel")))
-    with pytest.raises(ValueError, match="weights are 'hard-gumbel', whose noise belongs to no sequence; generation"):
+    with pytest.raises(ValueError, match="weights are 'hard-gumbel', whose noise is not tied to a sequence; generation"):
         generate(model, {"input_ids": torch.tensor([[3, 4]])}, num_samples=2, seed=0, max_new_tokens=2)
 
 
@@ -285,7 +285,7 @@ def test_files_with_custom_weights_need_what_built_them(tmp_path):
         load_bayesian(model, tmp_path / "custom")
     with pytest.raises(ValueError, match=r"has the custom weights .*0.7.* in the model and .*0.5.* in the file"):
         load_bayesian(model, tmp_path / "custom", **options["b"])
-    with pytest.raises(ValueError, match=r"weights is given, and .* was saved with a config"):
+    with pytest.raises(ValueError, match=r"weights is given, but .* was saved with a config"):
         load_bayesian(model, tmp_path / "plain", **options["a"])
     assert not conversion_report(model).converted
     assert conversion_report(load_bayesian(model, tmp_path / "custom", **options["a"])).rows[0].variant == "hard-gumbel"

@@ -82,7 +82,7 @@ def test_a_plain_reload_names_what_it_drops(tmp_path, caplog):
 
 def test_a_checkpoint_of_another_config_is_refused():
     model, other = (bayesianize(build("bert"), ba.AttentionConfig("BAM-WC", weibull_k=k)) for k in (3.0, 4.0))
-    with pytest.raises(RuntimeError, match=r"attention is \{'weibull_k': 3\.0\}, the model's \{'weibull_k': 4\.0\}"):
+    with pytest.raises(RuntimeError, match=r"attention is \{'weibull_k': 3\.0\}, the model's is \{'weibull_k': 4\.0\}"):
         other.load_state_dict(model.state_dict())
     other.load_state_dict(build("bert").state_dict())
 
@@ -101,7 +101,7 @@ def test_a_state_dict_goes_round():
         (lambda folder: (folder / CONFIG_FILE).write_text("{"), "not a file that save_bayesian wrote"),
         (
             lambda folder: (folder / CONFIG_FILE).write_text('{"format": 9, "modules": {}}'),
-            "format 9, and this",
+            "format 9, but this",
         ),
         (lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"\\0" * 20), "not a readable safetensors file"),
         (lambda folder: (folder / WEIGHTS_FILE).unlink(), "has bayesattn_config.json but not bayesattn.safetensors"),

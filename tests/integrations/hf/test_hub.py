@@ -111,7 +111,7 @@ def test_revisions_are_branches_and_commits(hub, tmp_path):
         ("owner/half", {}, rf"has {CONFIG_FILE} but not {WEIGHTS_FILE}"),
         ("nowhere", {}, r"'nowhere' is not a folder on this machine, and a repository on the Hub is written 'owner/name'"),
         (Path("owner/nothing"), {}, r"is not a folder on this machine"),
-        ("folder/one", {"revision": "main"}, r"revision is 'main', and 'folder/one' is a folder on this machine"),
+        ("folder/one", {"revision": "main"}, r"revision is 'main', but 'folder/one' is a folder on this machine"),
     ],
 )
 def test_what_cannot_be_loaded_is_explained_and_the_model_stays(hub, tmp_path, where, options, message):

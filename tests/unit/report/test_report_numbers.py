@@ -119,7 +119,7 @@ def test_metrics_of_other_predictions_are_refused(tmp_path):
     second = runs.read_predictions(first)
     del second.splits["noise-1"]
     runs.write_predictions(first, second)
-    with pytest.raises(files.RunError, match=r"metrics.json is not of these predictions; run `bayesattn evaluate"):
+    with pytest.raises(files.RunError, match=r"metrics.json does not belong to these predictions; run `bayesattn evaluate"):
         read_runs([first])
 
 

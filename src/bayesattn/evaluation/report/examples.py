@@ -65,7 +65,7 @@ def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_cer
 
 
 def right_answer(label: Tensor, names: list[str]) -> str:
-    """Return the right class in words, or of several the most accepted one."""
+    """Return the right class in words; if there are several, the most accepted one."""
     if label.ndim == 0:
         return names[int(label)]
     return names[int(label.argmax())] if bool(label.any()) else "none of the known answers"

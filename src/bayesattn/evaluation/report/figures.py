@@ -26,7 +26,7 @@ THRESHOLDS = (1e-3, 3e-3, 0.01, 0.03, 0.05, 0.1, 0.2, 0.5)
 NUM_RESAMPLES = 200
 NUM_NEIGHBORHOODS = 3
 NUM_DOUBTFUL = 3
-# of the name of a class beside a node
+# in the name of a class beside a node
 MOST_LETTERS = 20
 
 _PAPER, _INK, _GRID = "#11151a", "#e6edf3", "#38424d"
@@ -45,9 +45,9 @@ class Drawn:
     """A figure as data URIs for the page, and as the content of a PNG file.
 
     Attributes:
-        section: Figures of one section stand together.
+        section: Figures of one section are shown together.
         name: Name of the PNG file.
-        caption: Below the figure, and read out in its place.
+        caption: Text below the figure, and what screen readers read in its place.
         light: For a light page.
         dark: For a dark page.
         png: The light one as a file.
@@ -67,7 +67,7 @@ def draw_all(groups: Sequence[Group], split: str = IN_DISTRIBUTION) -> list[Draw
     """Draw what the runs have data for, on one labeled split; models of different recipes are not compared.
 
     Curves of risk against coverage are means over the runs of a group. In the other figures its runs are pooled: their
-    predictions are drawn as if they were of one long test set.
+    predictions are drawn as if they came from one long test set.
     """
     groups = [
         group for group in groups if split in group.splits() and group.runs[0].predictions.splits[split].labels is not None
@@ -85,7 +85,7 @@ def draw_all(groups: Sequence[Group], split: str = IN_DISTRIBUTION) -> list[Draw
 
 
 def doubtful_answers(groups: Sequence[Group], split: str) -> Iterator[Drawn]:
-    """Draw the most doubtful answers in closed form; they are the model's as it is, so once per model."""
+    """Draw the most doubtful answers in closed form; no draws are involved, so do it once per model."""
     models: dict[Path, Group] = {}
     for group in groups:
         models.setdefault(group.runs[0].folder, group)
@@ -94,7 +94,7 @@ def doubtful_answers(groups: Sequence[Group], split: str) -> Iterator[Drawn]:
 
 
 def _comparisons(groups: Sequence[Group], split: str, recipe: str) -> Iterator[Drawn]:
-    """Draw what compares the models of one recipe; it is named where there are several."""
+    """Draw the comparisons of one recipe's models; `recipe` is its name where there are several, else empty."""
     section, ending = (f"{COMPARISON}: {recipe}", f"-{recipe}") if recipe else (COMPARISON, "")
     sampled = [group for group in groups if group.num_samples > 1]
     tables = {group.label: group.tables(split) for group in groups}
@@ -225,7 +225,7 @@ def _doubtful(group: Group, split: str, number: int) -> Iterator[Drawn]:
 
 
 def _as_rgb(image: Tensor) -> Tensor:
-    """Return an image in RGB; of one without colors, the largest value is black."""
+    """Return an image in RGB; in one without colors, the largest value becomes black."""
     if image.ndim == 3:
         return image
     low, high = image.min(), image.max()

@@ -39,7 +39,7 @@ class Group:
     """Runs that differ only by their seed, predicted with one method.
 
     Attributes:
-        label: What tables and figures call the group.
+        label: Name of the group in tables and figures.
         method: How predictions were drawn.
         runs: Its runs.
     """
@@ -102,7 +102,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         raise ValueError("folders must name at least one run folder, got none")
     counts = Counter(folder.resolve() for folder in folders)
     for folder in folders:
-        # it would pass for a second seed
+        # the same run twice would pass for a second seed
         if counts[folder.resolve()] > 1:
             raise ValueError(f"{folder} is given {counts[folder.resolve()]} times. Give each run once")
     runs = []
@@ -112,13 +112,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         measured = {(method, split) for method, result in metrics["methods"].items() for split in result["splits"]}
         predicted = {(method, split) for method in predictions.methods for split in predictions.splits}
         if measured != predicted:
-            raise RunError(f"{folder}: {METRICS_FILE} is not of these predictions; run `bayesattn evaluate {folder}` again")
+            raise RunError(
+                f"{folder}: {METRICS_FILE} does not belong to these predictions; run `bayesattn evaluate {folder}` again"
+            )
         runs.append(Run(folder, run, metrics, predictions))
     return runs
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs by recipe, config without its seed, and method, in the order they came."""
+    """Group runs by recipe, config without its seed, and method, in the order given."""
     same: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.run["recipe"], flat(run.run["config"])], sort_keys=True)
@@ -151,7 +153,7 @@ def row_labels(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for configs of which no two are the same, words for what differs between them."""
+    """Return words for what differs between configs, no two of which are the same."""
     columns = {key: _texts([config.get(key, MISSING) for config in configs]) for config in configs for key in config}
     differing = [key for key, column in columns.items() if len(set(column)) > 1]
     # words, such as the name of a data set or a task, say more than numbers
@@ -175,7 +177,7 @@ def _texts(values: Sequence[Any]) -> list[str]:
     """Return the values of one key as short texts, or as long ones where short ones would look the same."""
     exact = [MISSING if value is MISSING else json.dumps(value, sort_keys=True, ensure_ascii=False) for value in values]
     plain = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-    # both ends of a path say something
+    # both ends of a path are informative
     half = SHOWN_LETTERS // 2
     short = [text if len(text) <= SHOWN_LETTERS else f"{text[:half]}…{text[-half:]}" for text in plain]
     return short if len(set(short)) == len(set(exact)) else exact

@@ -35,5 +35,5 @@ METRICS = {
 
 
 def method_name(method: str) -> str:
-    """Return the words for a prediction method; a name from elsewhere stays as it is."""
+    """Return the words for a prediction method; an unknown name is returned unchanged."""
     return _METHODS.get(method, method)

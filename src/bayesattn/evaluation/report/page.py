@@ -67,7 +67,7 @@ def render(runs: Sequence[Run], groups: Sequence[Group], drawn: Sequence["figure
         title=title,
         version=__version__,
         written=now().replace("T", " ").replace("+00:00", " UTC"),
-        # the two files of this package that are code and not data
+        # the two files of this package that are code, not data
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=Markup(f"sha256-{digest}"),
@@ -123,7 +123,7 @@ def _interval_note(groups: Sequence[Group]) -> str:
 
 
 def _metric_tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a table for every split and recipe, whose data are its own, without columns that are empty everywhere."""
+    """Return a table for every split and recipe (each has its own data), without columns that are empty everywhere."""
     tables = []
     found = dict.fromkeys((split, group.recipe) for group in groups for split in group.splits())
     for split, recipe in found:

@@ -47,7 +47,7 @@ def command_line(*, add: Sequence[str] = (), drop: Sequence[str] = ()) -> str:
     """Return the command that started this process, with the program's name in place of its path.
 
     Args:
-        add: Words to put at its end.
+        add: Words to append.
         drop: Words to leave out.
     """
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"

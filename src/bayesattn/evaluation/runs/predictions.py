@@ -22,7 +22,7 @@ class EdgeWeights:
     """Sampled attention on the edges into the nodes of a split, for runs on graphs.
 
     Attributes:
-        nodes: Number in the graph of every example `n`.
+        nodes: Node number in the graph of every example, `n`.
         index: Source and target of every edge, `2 e`.
         weights: Sampled weights, `s e`.
         source_labels: Class of every source, `e`; −1 where it is unknown.
@@ -44,7 +44,7 @@ class DoubtfulExamples:
         std: Its standard deviation under attention noise, `k`.
         by_token: Variance by key, `k keys`.
         by_head: Variance by layer and head, `k layers heads`; 0 where a layer has fewer heads than another.
-        words: What stands at the keys of each, where they are texts; keys beyond its words are padding.
+        words: The words at the keys of each, where they are texts; keys beyond its words are padding.
     """
 
     examples: Tensor
@@ -58,7 +58,7 @@ class DoubtfulExamples:
     def from_uncertainty(
         cls, examples: Int[Tensor, " k"], found: Uncertainty, words: Sequence[Sequence[str]] | None = None
     ) -> "DoubtfulExamples":
-        """Keep what a report shows of these examples; `found` is of them alone, in their order."""
+        """Keep what a report shows of these examples; `found` covers only them, in their order."""
         if found.by_token is None or not found.by_head:
             raise ValueError("the doubt must have parts by token and head, got none. Use method='closed-form' on an encoder")
         heads = list(found.by_head.values())
@@ -75,7 +75,7 @@ class DoubtfulExamples:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def problem(self, num_examples: int) -> str | None:
-        """Return why these cannot be of a split of `num_examples`; None where nothing is wrong."""
+        """Return why these cannot belong to a split of `num_examples`; None where nothing is wrong."""
         count = len(self.examples) if self.examples.ndim == 1 else 0
         keys, layers_heads = self.by_token.shape[-1:], self.by_head.shape[1:]
         expected = {"examples": (count,), "margin": (count,), "std": (count,), "by_token": (count, *keys)}
@@ -128,7 +128,7 @@ class Predictions:
         seed: Seed of the draws.
         key_grid: Rows and columns that the last keys form over an image; None where keys have no such place.
         task: Whether the classes exclude each other (`multiclass`) or each has its own probability (`multilabel`).
-        test: Behind the p-values; see `metrics.top_two_p_value`.
+        test: Test behind the p-values; see `metrics.top_two_p_value`.
     """
 
     splits: dict[str, SplitPredictions]

@@ -69,7 +69,7 @@ def bayesian_part(module: nn.Module) -> BayesianModule | None:
 
 
 def detach(model: nn.Module, name: str) -> None:
-    """Give the module its config back and remove the child; with the last child of a model, its hook is removed too."""
+    """Give the module its config back and remove the child; with the last child of a model, remove its hook too."""
     module = model.get_submodule(name)
     child = getattr(module, CHILD_NAME)
     module.config = child.host_config
@@ -87,7 +87,7 @@ def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
         )
     if hasattr(module, CHILD_NAME):
         return f"it has an attribute {CHILD_NAME!r} of its own"
-    # GPT-2 reads it twice, for a path of its own (eager with reorder_and_upcast_attn) that is off by default
+    # GPT-2 reads it twice, for a separate path (eager with reorder_and_upcast_attn) that is off by default
     harmless = implementation != "eager" or getattr(module, "reorder_and_upcast_attn", True) is False
     if _registry_lookups(type(module)) > 1 and not (hasattr(module, "reorder_and_upcast_attn") and harmless):
         return "its forward does something of its own for some implementations, beyond looking them up"

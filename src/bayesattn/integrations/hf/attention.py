@@ -1,9 +1,9 @@
 """The attention function that transformers calls for converted modules.
 
-transformers looks up attention by the name in `module.config`. A converted module has a config of its own, a copy that
+transformers looks up attention by the name in `module.config`. A converted module has its own config, a copy that
 names this function; the model's config keeps its implementation. So masks are made for the original implementation
-(`sdpa` or `eager`), a config object shared with another model changes nothing there, and as long as nothing is
-sampled or recorded the original function gets exactly the arguments it always got.
+(`sdpa` or `eager`), other models that share the config object are unaffected, and as long as nothing is sampled or
+recorded the original function gets exactly the arguments it always got.
 """
 
 from collections.abc import Callable
@@ -176,7 +176,7 @@ def _score_arguments(
 
 
 def _key_offset(module: nn.Module, child: HFAttention, query: Tensor, key: Tensor) -> int:
-    # keys of cross-attention have positions of their own, and none were dropped
+    # keys of cross-attention have their own positions, and none were dropped
     if child.stream is None or not getattr(module, "is_causal", False):
         return 0
     return child.stream.dropped_keys(query.shape[2], key.shape[2])
@@ -193,17 +193,17 @@ def _dropout(module: nn.Module, child: HFAttention, given: float) -> float:
 
 
 def noted_sdpa_mask(**arguments: Any) -> Tensor | None:
-    """Make the mask that transformers makes for `sdpa`, and note on it how, so that nobody has to look at its values.
+    """Make the mask that transformers makes for `sdpa`, and note on it how it was made, so its values need not be read.
 
-    transformers writes out the padding once per query. Where it combined nothing else with it (sliding windows, packed
-    sequences), the function that it was made by is one of two.
+    transformers writes out the padding once per query. Where nothing else was combined with it (sliding windows, packed
+    sequences), the mask function is one of two.
     """
     mask = sdpa_mask(**arguments)
     function, keys = arguments.get("mask_function"), arguments.get("attention_mask")
     is_causal = function is causal_mask_function
     if mask is None or not (is_causal or function is bidirectional_mask_function):
         return mask
-    # a cache moves queries and keys against each other
+    # a cache shifts queries relative to keys
     offset = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
     is_plain = offset == (0, 0) and (keys is None or (keys.dtype == torch.bool and keys.shape[-1] == mask.shape[-1]))
     if is_plain and (not is_causal or mask.shape[2] == mask.shape[3]):

@@ -2,8 +2,8 @@
 
     trainer = Trainer(model, args, train_dataset=..., callbacks=[KLCallback(KLSchedule("sigmoid", anneal_rate=0.2))])
 
-A callback does not see the loss, but hooks on the model's forward do: before the forward of a training step one opens a
-`record_kl()` scope, after it another adds the KL to the loss that the Trainer reads.
+A callback does not see the loss, but hooks on the model's forward do: one opens a `record_kl()` scope before the forward of
+a training step, the other adds the KL to the loss that the Trainer reads after it.
 """
 
 from contextlib import ExitStack
@@ -89,7 +89,7 @@ class KLCallback(BayesianCallback):
         self._num_items: Tensor | int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Refuse settings under which the hooks cannot work, and register them."""
+        """Refuse settings under which the hooks cannot work, then register the hooks."""
         _refuse(args)
         self.remove()
         if model is None:

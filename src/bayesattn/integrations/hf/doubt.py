@@ -17,7 +17,7 @@ class TextDoubt:
     """One text, a classifier's answer and its doubt.
 
     Attributes:
-        text: As given; of a pair both, one after the other.
+        text: As given; for a pair, both texts, one after the other.
         label: Name of the most probable class.
         probability: Probability of that class, by the model as it is.
         margin: Difference of the two largest logits.
@@ -50,11 +50,11 @@ def doubt_texts(
     """Yield the doubt of every text, in their order.
 
     Args:
-        model: A transformers sequence classifier, plain or Bayesian; left as it was.
-        tokenizer: Its fast tokenizer, which maps tokens to places in the text.
+        model: A transformers sequence classifier, plain or Bayesian; left unchanged.
+        tokenizer: Its fast tokenizer, which maps tokens to positions in the text.
         texts: Texts, or pairs of texts.
         batch_size: Texts per pass.
-        max_length: Tokens at most; None is what the tokenizer allows.
+        max_length: Maximum number of tokens; None is the most that tokenizer and model allow.
 
     Raises:
         ValueError: There is no text, one is empty, or the tokenizer is a slow one.
@@ -62,7 +62,7 @@ def doubt_texts(
     if not texts:
         raise ValueError("texts must hold at least one text, got none")
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError("the tokenizer must be a fast one: slow ones do not return the place of a token in the text")
+        raise ValueError("the tokenizer must be a fast one: slow ones do not return the position of a token in the text")
     for number, text in enumerate(texts, start=1):
         if not any(part.strip() for part in ([text] if isinstance(text, str) else text)):
             raise ValueError(f"text {number} is empty")
@@ -111,7 +111,7 @@ def _share(part: Tensor, variance: float) -> Tensor:
 
 
 def _pieces(text: str, encoding: Any, number: int, shares: Tensor) -> list[tuple[str, float]]:
-    """Cut a text at the borders of its words; a word has the sum of its tokens."""
+    """Cut a text at its word boundaries; a word's share is the sum over its tokens."""
     words: dict[int, tuple[int, int, float]] = {}
     for position, (sequence, word) in enumerate(zip(encoding.sequence_ids, encoding.word_ids, strict=True)):
         if sequence == number and word is not None:

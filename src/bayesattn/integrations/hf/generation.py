@@ -32,7 +32,7 @@ class SampledGenerations:
 
     Attributes:
         sequences: Token ids as `model.generate` returns them, prompts included, padded to one length.
-        tokens: The generated part alone.
+        tokens: Only the generated part.
         valid: Which of `tokens` belong to the continuation (up to and including the end token).
         token_log_prob: Log-probability of each token under its own draw; 0 where not valid.
         token_entropy: Entropy in nats of the distribution it was chosen from; 0 where not valid.
@@ -84,14 +84,14 @@ def generate(
     chunk_size: int | None = None,
     **generate_kwargs: Any,
 ) -> SampledGenerations:
-    """Let the model continue each prompt `num_samples` times, each time under another draw of the attention noise.
+    """Let the model continue each prompt `num_samples` times, each time under a new draw of the attention noise.
 
     Args:
         model: A converted transformers model that can generate.
         inputs: What the tokenizer returned, or a tensor, the model's main input (token ids in a language model); the first
             tensor's first axis is the batch.
         num_samples: Draws per prompt.
-        seed: Same seed, same draws; torch's generators are left as they were. None draws a seed from them.
+        seed: Same seed, same draws; torch's generators are left unchanged. None draws a seed from them.
         chunk_size: Draws per call of `model.generate`; greedy results do not depend on it.
         **generate_kwargs: For `model.generate`: `max_new_tokens`, `num_beams`, `do_sample`, `cache_implementation`, …
 
@@ -143,7 +143,7 @@ def generate(
 
 @contextmanager
 def sequence_noise(model: nn.Module, seeds: Int[Tensor, " s"]) -> Iterator[NoiseStream]:
-    """Bind the noise to the sequences of the batch: entry i draws from `seeds[i]`, layer and position alone.
+    """Bind the noise to the sequences of the batch: that of entry i depends only on `seeds[i]`, layer and position.
 
     Use with `sampling(model)` around calls of `model` or `model.generate`. Entries beyond the seeds are beams.
 
@@ -196,13 +196,13 @@ def _read(model: PreTrainedModel, output: Any, draws: int, batch: int) -> Sample
     steps = min(len(logits), sequences.shape[1])
     beams = getattr(output, "beam_indices", None)
     if beams is not None:
-        # a finished beam may be shorter than the search was long
+        # a finished beam may be shorter than the search
         steps = min(steps, int((beams >= 0).sum(dim=1).max()))
     # what precedes is the prompt, or a decoder's first tokens: one, two in Whisper, more if given
     tokens = sequences[:, sequences.shape[1] - steps :]
     if beams is not None and logits[0].shape[0] == sequences.shape[0]:
         # Whisper's own generate keeps one row per sequence, which is not that of the chosen beam
-        raise ValueError(f"{type(model).__name__} returns no logits of its beams. Use num_beams=1")
+        raise ValueError(f"{type(model).__name__} returns no logits for its beams. Use num_beams=1")
     if beams is None:
         chosen = torch.stack(logits[:steps], dim=1)
     else:

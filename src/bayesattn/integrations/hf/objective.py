@@ -4,9 +4,9 @@ Over the micro-batches of all processes that make one optimizer step, the gradie
 
     [ Σ_labels NLL + λ_t Σ_examples KL ] / (number of labels)
 
-so the KL has the same weight at any batch size, number of accumulation steps and number of processes. For that the model
-never gets the number of items: without it, every model returns a mean over this micro-batch's labels. With it, some models
-divide by it and some (BERT's classifiers) ignore it, and the KL would weigh differently in each.
+so the KL has the same weight at any batch size, number of accumulation steps and number of processes. To achieve this, the
+model never gets the number of items: without it, every model returns a mean over this micro-batch's labels. With it, some
+models divide by it and some (BERT's classifiers) ignore it, so the weight of the KL would depend on the model.
 """
 
 import warnings
@@ -44,8 +44,8 @@ def negative_elbo(
         max_share: Largest weighted KL, as a share of this micro-batch's NLL; None for no cap.
         examples: Examples of this micro-batch.
         labels: Labels of this micro-batch.
-        num_items: Labels of the whole optimizer step. Where the Trainer counts them it adds the micro-batches' losses, and
-            otherwise takes their mean.
+        num_items: Labels of the whole optimizer step. If the Trainer counts them, it sums the losses of the micro-batches;
+            otherwise it averages them.
     """
     parts = elbo(
         nll, kl.to(nll.device), kl_weight=kl_weight, labels_per_example=max(labels, 1) / examples, max_share=max_share
@@ -59,7 +59,7 @@ def count_examples(inputs: Mapping[str, Any]) -> int:
 
 
 def count_labels(inputs: Mapping[str, Any], model: nn.Module) -> int:
-    """Return over how many labels the loss of `model` is a mean.
+    """Return the number of labels that the loss of `model` averages over.
 
     Without `labels` (question answering: start and end positions) it is one per example.
     """
@@ -104,7 +104,7 @@ class ElboLog:
 def check_trainable(model: nn.Module, optimizer: Any) -> None:
     """Raise if the model has no stochastic attention, warn if priors are frozen or not in the optimizer.
 
-    An optimizer that the Trainer has yet to build, None, will have every parameter; DeepSpeed's placeholder is not checked.
+    None is an optimizer that the Trainer has yet to build, with every parameter; DeepSpeed's placeholder is not checked.
     """
     if not any(isinstance(module, BayesianModule) and module.config.is_stochastic for module in model.modules()):
         raise ValueError(

@@ -26,7 +26,7 @@ class DoubtPipeline(TextClassificationPipeline):
     With `top_k`, the most probable label has them. The model may be plain or Bayesian.
 
     Raises:
-        ValueError: The model is a regression or has several labels per text, so that there is no margin.
+        ValueError: The model is a regression or has several labels per text, so there is no margin.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,7 +47,7 @@ class DoubtPipeline(TextClassificationPipeline):
         if config.num_labels < 2 or config.problem_type in ("regression", "multi_label_classification"):
             raise ValueError(
                 f"the model has num_labels={config.num_labels} and problem_type={config.problem_type!r}; a margin needs one "
-                "label per text, of two or more. Use the stock pipeline, or ba.uncertainty with another target"
+                "label per text, out of two or more. Use the stock pipeline, or ba.uncertainty with another target"
             )
 
     def _forward(self, model_inputs: Any) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from bayesattn.ops.attention import observers
 from bayesattn.precision import without_autocast
 
 # classes whose `forward` multiplies queries with keys, then takes one softmax over the scores (Falcon: or calls torch's
-# attention); each was read, and is tested
+# attention); each has been read and is tested
 CLASSES = frozenset(
     f"transformers.models.{name}"
     for name in (
@@ -92,7 +92,7 @@ def detach(model: nn.Module, name: str) -> None:
 
 def _problem(module: nn.Module, config: AttentionConfig) -> str | None:
     if _path(type(module)) not in CLASSES:
-        return "it is a subclass with code of its own, perhaps for FlashAttention; call model.set_attn_implementation first"
+        return "it is a subclass with its own code, perhaps for FlashAttention; call model.set_attn_implementation first"
     if hasattr(module, CHILD_NAME):
         return f"it has an attribute {CHILD_NAME!r} of its own"
     if next(module.parameters()).is_meta:
@@ -142,7 +142,7 @@ class _SampledSoftmax(SampledAttention):
         return func(*args, **kwargs)
 
     def check(self, is_as_expected: bool) -> None:
-        """Raise where the host no longer computes as it did when its class was added to the list."""
+        """Raise if the host no longer computes attention as it did when its class was added to the list."""
         if not is_as_expected:
             raise RuntimeError(
                 f"{self.host} of this version of transformers does not compute one product of queries and keys and one "
@@ -197,7 +197,7 @@ def _key_factor(module: Any) -> float:
 
 @cache
 def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
-    # same name, so that code that looks at class names, and print(model), see no change
+    # same name: print(model), and code that looks at class names, see no change
     return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
 
 

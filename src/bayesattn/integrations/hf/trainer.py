@@ -46,7 +46,7 @@ class BayesianTrainerMixin(_TrainerBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         if any(isinstance(callback, KLCallback) for callback in self.callback_handler.callbacks):
-            raise ValueError("callbacks has a KLCallback, and this Trainer adds the KL itself. Leave the callback out")
+            raise ValueError("callbacks has a KLCallback, but this Trainer adds the KL itself. Leave the callback out")
         self.schedule = KLSchedule() if schedule is None else schedule
         check_max_share(max_share)
         self.max_share = max_share
@@ -54,7 +54,7 @@ class BayesianTrainerMixin(_TrainerBase):
         check_trainable(cast(nn.Module, self.model), self.optimizer)
 
     def count_labels(self, inputs: dict[str, Any]) -> int:
-        """Return over how many labels the model's loss is a mean; override it where `labels` does not give that number."""
+        """Return the number of labels that the model's loss averages over; override it where `labels` does not give it."""
         return count_labels(inputs, cast(nn.Module, self.model))
 
     def likelihood(self, model: nn.Module, run: Callable[[], Tensor]) -> Tensor:
@@ -95,7 +95,7 @@ class BayesianTrainerMixin(_TrainerBase):
         return (loss, outputs) if return_outputs else loss
 
     def _process_factor(self, num_items: Any) -> int:
-        """Return the Trainer's factor of a loss that is a sum over all processes: DDP averages their gradients."""
+        """Return the Trainer's factor for a loss that is a sum over all processes: DDP averages their gradients."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if num_items is None or not counts or not self.args.average_tokens_across_devices:
             return 1

@@ -23,7 +23,7 @@ _PLAIN = {bayesian: plain for plain, bayesian in _BAYESIAN.items()}
 
 
 def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
-    """Return the layers that normalize scores over edges; those of other classes with a problem."""
+    """Return the layers that normalize scores over edges; those of unsupported classes come with a problem."""
     found: dict[str, str | None] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MessagePassing) or isinstance(module, BayesianModule):
@@ -43,7 +43,7 @@ def sizes(module: Any) -> Sizes:
 
 
 def refusal(weights: AttentionWeights) -> str | None:
-    """Refuse custom weights that are written for dense scores alone."""
+    """Refuse custom weights that are written only for dense scores."""
     return None if weights.runs_on_edges else f"{weights.name} does not run on edges"
 
 

@@ -1,7 +1,7 @@
-"""Shared by the three graph layers: edges kept sorted between calls, and the way from scores to output, weights and KL.
+"""Shared by the three graph layers: edges kept sorted between calls, and the steps from scores to output, weights and KL.
 
-The layers run PyG's own code unless something about the weights is random: `eval()` is PyG's layer bit for bit. Else
-`edge_updater` and `propagate`, the two calls by which PyG's `forward` gets scores and sums, run `functional.edge_attention`;
+The layers run PyG's own code unless something about the weights is random: `eval()` is PyG's layer bit for bit. Otherwise
+`edge_updater` and `propagate`, the calls by which PyG's `forward` gets scores and sums, run `functional.edge_attention`;
 projections, self loops, residuals and biases stay PyG's. Where the messages themselves are needed (hooks, explanations, an
 aggregation other than the sum, sparse adjacency matrices), PyG passes them as always and only the softmax is replaced.
 """
@@ -77,11 +77,11 @@ class EdgeAttentionModule(BayesianModule):
 
     Args:
         *args: Those of PyG's layer.
-        config: Which posterior and prior.
+        config: Posterior and prior.
         weights: Instead of a config, an object that replaces softmax and average (`bayesattn/nn/custom_weights.py`).
-        prior_scope: Over which nodes the contextual prior sums to one: `graph` (all nodes that are a source, as published)
-            or `neighborhood` (the sources of each target, as the derivation, with one softmax per row, requires).
-        value_dropout: Dropout of the features that are averaged, not of those that scores and prior see (GAT's third).
+        prior_scope: Nodes over which the contextual prior sums to one: `graph` (all nodes that are a source, as published)
+            or `neighborhood` (the sources of each target, as the derivation requires, which has one softmax per row).
+        value_dropout: Dropout on the features that are averaged, not on those that scores and prior see (GAT's third).
         backend: Passed to `functional.edge_attention`.
         **kwargs: Those of PyG's layer.
     """
@@ -93,11 +93,11 @@ class EdgeAttentionModule(BayesianModule):
     value_dropout: float = 0.0
     # set from outside, by `neighbor_batch`
     seed_rows: SeedRows | None = None
-    # these only during a call
+    # these are set only during a call
     _call: Call | None = None
     _wants_weights: bool = False
     _weights: Tensor | None = None
-    # of PyG's classes
+    # attributes of PyG's classes
     heads: int
     out_channels: int
     flow: str
@@ -132,7 +132,7 @@ class EdgeAttentionModule(BayesianModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # PyG writes generated versions of these two over every class whose own body has none, subclasses of ours included
+        # PyG gives generated versions of these two to every class whose own body has none, including subclasses of ours
         propagate, edge_updater = getattr(cls, "propagate", None), getattr(cls, "edge_updater", None)
         for prefix in ("_orig", "_jinja"):
             setattr(cls, f"{prefix}_propagate", propagate)
@@ -157,7 +157,7 @@ class EdgeAttentionModule(BayesianModule):
         )
 
     def _takes_parts(self, on_cuda: bool) -> bool:
-        """Whether `functional.edge_attention` gets the scores as they come, and may run kernels."""
+        """Whether `functional.edge_attention` gets the scores in parts, and may run kernels."""
         runs_kernels = self.backend == "triton" or (self.backend == "auto" and on_cuda)
         return runs_kernels and self.bayes_weights is None and self.seed_rows is None and not self.is_measured
 
@@ -218,7 +218,7 @@ class EdgeAttentionModule(BayesianModule):
         return result._replace(output=self.record(result.output, kl))
 
     def _draw(self, scores: Float[Tensor, "e h"]) -> Float[Tensor, "e h"]:
-        """Return weights alone, where PyG passes the messages, and keep the scores for `_record_messages`."""
+        """Return only the weights, where PyG passes the messages, and keep the scores for `_record_messages`."""
         assert self._call is not None
         edges = self._call.edges
         if self.bayes_weights is not None:
@@ -248,7 +248,7 @@ class EdgeAttentionModule(BayesianModule):
         return self.record(output, self._kl(call.scores, keys, call))
 
     def _kl(self, scores: Float[Tensor, "e h"], keys: Float[Tensor, "n h d"], call: Call) -> Float[Tensor, " 1"]:
-        """Return the KL of the graph, or the estimate of it from the rows of a batch's seeds."""
+        """Return the KL of the graph, or its estimate from the rows of a batch's seeds."""
         edges = call.edges
         with without_autocast(keys.device.type):
             prior = self._log_prior(keys, edges)
@@ -301,14 +301,14 @@ def _end_points(edge_index: Any, flow: str) -> tuple[Int[Tensor, " e"], Int[Tens
 def sorted_edges(
     layer: EdgeAttentionModule, edge_index: Tensor, num_sources: int, num_targets: int, *, loops: bool = False
 ) -> Edges:
-    """Sort the edges, or take those of the layer's last call if they are the same, which is cheap to check.
+    """Sort the edges, or reuse those of the layer's last call if they are the same, which is cheap to check.
 
     Args:
-        layer: Whose edges they are.
+        layer: The layer that uses them.
         edge_index: As PyG has it.
         num_sources: Number of nodes on the first side.
         num_targets: Number of nodes on the second side.
-        loops: Whether every node gets an edge to itself instead of those that it has.
+        loops: Whether every node gets one edge to itself, in place of any that it has.
     """
     if torch.compiler.is_compiling():
         assert not loops, "under a compiler PyG adds the self loops"

@@ -65,13 +65,13 @@ def neighbor_batch(model: nn.Module, *, batch_size: int, num_nodes: int, num_edg
     """Let the layers of `model` record the KL of a sampled batch as an estimate of the whole graph's.
 
     Seeds must be drawn from all nodes, labeled or not (`NeighborLoader(data, input_nodes=None, shuffle=True)`): the KL is
-    of all nodes, the likelihood of the labeled ones among the seeds.
+    that of all nodes, the likelihood that of the labeled ones among the seeds.
 
     Args:
         model: With layers of `bayesattn.integrations.pyg`.
         batch_size: Seeds of the batch, the first of its nodes: `batch.batch_size`.
-        num_nodes: Nodes of the whole graph, into each of which some edge leads (a self-loop is enough).
-        num_edges: Edges of the whole graph, with the self-loops that a layer adds; needed for `kl_reduction="mean"` alone.
+        num_nodes: Nodes of the whole graph, each with at least one incoming edge (a self-loop is enough).
+        num_edges: Edges of the whole graph, with the self-loops that a layer adds; needed only for `kl_reduction="mean"`.
 
     Raises:
         ValueError: A number is impossible, the model has no such layer, or a contextual prior is over all nodes of the

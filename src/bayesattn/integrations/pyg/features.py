@@ -40,7 +40,7 @@ def project(layer: nn.Module, x: Float[Tensor, "n f"], weight: Float[Tensor, "d 
     """Return X Wᵀ; no gradient flows into the features.
 
     Args:
-        layer: Whose features they are; its last transposed pattern is reused where the pattern is the same.
+        layer: The layer that uses them; its last transposed pattern is reused where the pattern is the same.
         x: Features for which `is_sparse_on_cpu` is True.
         weight: W.
     """

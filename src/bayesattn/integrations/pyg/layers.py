@@ -124,7 +124,7 @@ class BayesianGATConv(_PairLayer, GATConv):
         return self._takes_parts(x.is_cuda) and not self.value_dropout
 
     def _forward_from_features(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """PyG's forward: the self loops of a graph added once; for kernels one autograd node from projected features on."""
+        """Run PyG's forward: self loops are added once per graph; for kernels, one autograd node follows the projection."""
         assert self.lin is not None
         is_sparse = is_sparse_on_cpu(x)
         projected = project(self, x, self.lin.weight) if is_sparse else self.lin(x)
@@ -155,7 +155,7 @@ class BayesianGATConv(_PairLayer, GATConv):
         return None if has_features else PairScores(source, target, self.negative_slope)
 
     def _scores(self, source: Tensor, target: Tensor | None, edge_attr: Tensor | None) -> Tensor:
-        # both are gathers of this call alone: overwriting them saves a third of the arrays per edge
+        # both are gathers made for this call: overwriting them saves a third of the arrays per edge
         scores = source if target is None else source.add_(target)
         if edge_attr is not None and self.lin_edge is not None:
             features = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)

@@ -58,11 +58,11 @@ class BayesianTransformerConv(EdgeAttentionModule, TransformerConv):
         return output
 
     def message(self, query_i, key_j, value_j, edge_attr, index, ptr, size_i):
-        """Score the edges as PyG does, draw their weights, and weigh the values."""
+        """Score the edges as PyG does, draw their weights, and weight the values."""
         if self._call is None:
             return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
         features = self._edge_features(edge_attr)
-        # without `edge_dim` PyG adds the features it got to the values alone
+        # without `edge_dim` PyG adds the features it got only to the values
         key = key_j if features is None or self.lin_edge is None else key_j + features
         self._alpha = self._draw((query_i * key).sum(dim=-1) / math.sqrt(self.out_channels))
         value = value_j if features is None else value_j + features
