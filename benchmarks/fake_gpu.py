@@ -1,11 +1,11 @@
-"""The host's part of attention without a GPU: every kernel launch is prepared in full, and then not made.
+"""The host's part of attention without a GPU: every kernel launch is prepared in full but not made.
 
     python benchmarks/fake_gpu.py            budget of a layer of a converted BERT, padded, in microseconds by item
     python benchmarks/fake_gpu.py --plain    without padding
 
 Import this before `bayesattn`. Tensors lie on the CPU and are tiny, so that torch's own arithmetic takes next to no time;
 launchers look up their kernel and pack its arguments, and the compiled kernel is a function that does nothing. What remains
-is Python, autograd and torch's dispatch: all of a step but the driver. Results are meaningless.
+is Python, autograd and torch's dispatch: all of a step except the driver. Results are meaningless.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-# kernels are then not compiled, and modules take tensors on the CPU for ones on a GPU
+# then kernels are not compiled, and modules treat tensors on the CPU like those on a GPU
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
@@ -53,7 +53,7 @@ class _Nothing:
 
     @staticmethod
     def run(*args: object) -> None:
-        """Take what the launcher of a compiled kernel takes."""
+        """Take the arguments of a compiled kernel's launcher."""
 
 
 class _AlwaysCompiled(dict):
@@ -107,7 +107,7 @@ def autograd_nodes(loss: Tensor) -> Counter[str]:
 
 
 class Stopwatch:
-    """Own time of chosen functions: what they take without the other chosen ones inside them."""
+    """Own time of chosen functions, without that of other chosen functions inside them."""
 
     def __init__(self) -> None:
         self.spent: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class Stopwatch:
 
 
 class Attention:
-    """The attention calls of a step of a small BERT, one per layer, on tensors that a linear layer would give them."""
+    """The attention calls of a step of a small BERT, one per layer, on tensors like those from a linear layer."""
 
     def __init__(self, variant: Variant, padded: bool) -> None:
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ class Attention:
 
 
 def timed_in_turns(calls: dict[str, Attention], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return microseconds of CPU time per layer of both passes: the fastest fifth, since others use the machine."""
+    """Return microseconds of CPU time per layer of both passes: the fastest fifth, since the machine is shared."""
     found: dict[str, list[tuple[int, int]]] = {name: [] for name in calls}
     for _ in range(rounds + 10):
         for name, call in calls.items():
@@ -210,7 +210,7 @@ def timed_in_turns(calls: dict[str, Attention], rounds: int) -> dict[str, tuple[
 
 
 def items() -> dict[str, list[tuple[Any, str]]]:
-    """Return the functions behind every item of the budget; what a version of the library lacks is left out."""
+    """Return the functions behind every item of the budget, without those that a version of the library lacks."""
     wanted: dict[str, list[tuple[Any, str]]] = {
         "adapter": [(hf, "bayesian_attention"), (hf, "_score_arguments"), (hosted, "as_band")],
         "attend and node": [(hosted.HostedAttention, "attend"), (hosted.HostedAttention, "_attend_fused")],

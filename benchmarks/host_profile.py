@@ -1,12 +1,11 @@
-"""What the host does in a training step of a converted encoder, per layer, and what of it soft attention does not do.
+"""The host's work in a training step of a converted encoder, per layer, and the part that soft attention does not have.
 
     python benchmarks/host_profile.py                                   BERT-base, batch 32, 128 tokens, padded
     python benchmarks/host_profile.py --length 512 --batch 16 --compile
 
 For each variant: time per step, time until the host is done launching, time the GPU is busy, launches, operators and
-synchronisations per layer, all from one warm process. Then who spends the host's time: operators and autograd nodes
-(torch.profiler), and Python functions of the forward pass (cProfile). Without a GPU, `fake_gpu.py` has
-the host's part.
+synchronisations per layer, all from one warm process. Then the host's time by operators and autograd nodes
+(torch.profiler), and by Python functions of the forward pass (cProfile). Without a GPU, `fake_gpu.py` has the host's part.
 """
 
 import argparse
@@ -76,7 +75,7 @@ def synchronize() -> None:
 
 
 def host_time(step: Callable[[], object]) -> float:
-    """Return the milliseconds until one step's last launch, from an idle GPU: what the host alone takes."""
+    """Return the milliseconds until one step's last launch, from an idle GPU: the time of the host alone."""
     synchronize()
     start = time.perf_counter()
     step()
@@ -84,7 +83,7 @@ def host_time(step: Callable[[], object]) -> float:
 
 
 def step_time(step: Callable[[], object], calls: int = 5) -> float:
-    """Return the milliseconds per step, several in a row."""
+    """Return the milliseconds per step over several steps in a row."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -109,7 +108,7 @@ def where_it_waits(step: Callable[[], object]) -> Counter[str]:
 
 
 def traced(step: Callable[[], object], calls: int = 3) -> tuple[dict[str, float], Counter[str], Counter[str]]:
-    """Return per step: totals, and of every operator, node and driver call its self time in µs and how often it ran."""
+    """Return, per step, totals and, for every operator, node and driver call, its self time in µs and its number of runs."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities) as found:
         for _ in range(calls):
@@ -130,7 +129,7 @@ def traced(step: Callable[[], object], calls: int = 3) -> tuple[dict[str, float]
 
 
 def functions_of(step: Callable[[], object], calls: int = 5, most: int = 40) -> str:
-    """Return the Python functions in which steps spend their time; autograd runs in the caller's thread, to be seen."""
+    """Return the Python functions in which steps spend their time; autograd runs in the caller's thread to be visible."""
     profiler = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         profiler.enable()

@@ -94,7 +94,7 @@ def innermost_loop(cubin: bytes) -> list[str]:
 
 
 def main(out: Path) -> None:
-    """Write one row a kernel."""
+    """Write one row per kernel."""
     rows = []
     for name, head_dim, switches in CASES:
         compiled, entries = compile_kernel(name, head_dim, switches)

@@ -21,7 +21,7 @@ NUM_KEYS = 64
 
 
 def gradients(k: float, *, sampled: bool) -> torch.Tensor:
-    """Return the gradient of the KL in the scores, a row per draw."""
+    """Return the gradient of the KL in the scores, one row per draw."""
     torch.manual_seed(0)
     module = build_weights(AttentionChoice("BAM-WF", sampled_kl=sampled, weibull_k=k, kl_reduction="sum"))
     row = torch.randn(1, 1, NUM_KEYS, generator=torch.Generator().manual_seed(1))

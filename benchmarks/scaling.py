@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py --out benchmarks/results/cpu/scaling.csv
 
-A transformer encoder with Bayesian attention, where computing dominates, through the training loop of the recipes. Rounds
-on one and on two processes alternate, one thread each, so that whatever else the machine does hits both alike.
+It trains a transformer encoder with Bayesian attention, in which computing dominates, with the training loop of the
+recipes. Rounds on one and on two processes alternate, one thread each, so that other load on the machine affects both
+alike.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def work(rank: int, world: int, port: int, result: str) -> None:
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()})
-    # accelerate gives a lone process every core unless OMP_NUM_THREADS speaks
+    # accelerate gives a lone process every core unless OMP_NUM_THREADS is set
     os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     seed_everything(0)
     times = []
@@ -67,7 +68,7 @@ def work(rank: int, world: int, port: int, result: str) -> None:
         Path(result).write_text(str(SHARE * world * STEPS / seconds))
     if world > 1:
         dist.barrier()
-    # torch now and then deadlocks while it destroys a DistributedDataParallel on gloo
+    # torch occasionally deadlocks while it destroys a DistributedDataParallel on gloo
     os._exit(0)
 
 

@@ -76,7 +76,7 @@ TABLES: dict[str, tuple[str, str, str, list[Column]]] = {
         [(name, RECORDED, name) for name in ("BAM-NOKL", "BAM-WC", "soft, again")],
     ),
 }
-# rows of the plot: its tables, and of each the columns of BAM-NOKL and BAM-WC
+# rows of the plot: its tables, and the columns of BAM-NOKL and BAM-WC in each
 PLOTTED = {
     "attention": ("fwd+bwd",),
     "causal": ("fwd+bwd",),
@@ -92,7 +92,7 @@ def read(path: str) -> list[Row]:
 
 
 def table(name: str) -> str:
-    """Return a table in Markdown: a row per case, ratios to the baseline of the case; empty columns are left out."""
+    """Return a table in Markdown: one row per case, ratios to the baseline of the case; empty columns are left out."""
     path, heading, device, columns = TABLES[name]
     rows = read(path)
     found = {(row.case, row.provider, row.mode): f"{row.ratio:.2f}" for row in rows}
@@ -109,7 +109,7 @@ def table(name: str) -> str:
 
 
 def show(case: str) -> str:
-    """Return a case as people write it."""
+    """Return a case in its usual notation."""
     graph = re.fullmatch(r"(\d+)n (\d+)e (\d+)f", case)
     if graph:
         return ", ".join(f"{int(number):,}" for number in graph.groups())
@@ -117,7 +117,7 @@ def show(case: str) -> str:
 
 
 def pages(text: str) -> str:
-    """Return a page with all of its tables as the files have them now."""
+    """Return a page with all of its tables updated from the files."""
     for name in TABLES:
         pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, name=name: match[1] + table(name) + "\n" + match[2], text)
@@ -127,7 +127,7 @@ def pages(text: str) -> str:
 
 
 def plot() -> Figure:
-    """Draw the ratios of BAM-NOKL and BAM-WC in the most important tables, a line per case."""
+    """Draw the ratios of BAM-NOKL and BAM-WC in the most important tables, one line per case."""
     lines: list[tuple[str, dict[str, float]]] = []
     for name, modes in PLOTTED.items():
         rows = read(TABLES[name][0])

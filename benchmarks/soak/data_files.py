@@ -1,4 +1,4 @@
-"""Small whole files of every data format that a recipe reads, and ways to break them: what `fuzz.py` feeds to loaders."""
+"""Small whole files of every data format that a recipe reads, and ways to break them; `fuzz.py` feeds them to loaders."""
 
 import gzip
 import io
@@ -98,8 +98,8 @@ class DataTargets:
     """A function for each format that writes one broken file and reads it.
 
     Args:
-        folder: For the files.
-        draw: Chooses what is broken.
+        folder: Folder for the files.
+        draw: Chooses what to break.
         mutate: Breaks bytes.
     """
 

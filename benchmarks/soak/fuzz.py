@@ -1,10 +1,10 @@
-"""Feed broken files to everything that reads a config, a run folder, a checkpoint or data, and count how it ends.
+"""Feed broken files to everything that reads a config, a run folder, a checkpoint or data, and count the outcomes.
 
     python benchmarks/soak/fuzz.py --inputs 100000
 
 An input is accepted, or refused by a ValueError or OSError (which the command line turns into one line) of bounded length.
-Anything else is a defect: another exception, or more than ten seconds. Each kind is shown once, with its input; any ends the
-run with an error.
+Anything else is a defect: another exception, or more than ten seconds. Each kind is shown once, with its input. Any defect
+ends the run with an error.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def random_values(draw: random.Random, depth: int = 0):
 
 
 class Targets:
-    """What is fed, each by a function that makes one input and reads it."""
+    """The loaders to feed, each a function that makes one input and reads it."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.folder, self.draw = folder, draw

@@ -1,12 +1,12 @@
-"""Kill training runs of every recipe at random moments with SIGKILL, resume them, and compare with runs left in peace.
+"""Kill training runs of every recipe at random moments with SIGKILL, resume them, and compare with undisturbed runs.
 
     python benchmarks/soak/kills.py --data DIR                                    # all recipes, 102 kills
     python benchmarks/soak/kills.py --data DIR --recipes digits,vqa --kills 40    # some of them
-    python benchmarks/soak/kills.py --recipes digits --config soft --set width=8  # one of them, in another way
+    python benchmarks/soak/kills.py --recipes digits --config soft --set width=8  # one of them, with another config
 
-A checkpoint is written after every step. Kills come in turn at any moment after the start (while packages are imported and
-data read, too), at any moment after the first step, and while a checkpoint is being written. Each run is killed again and
-again until it gets through; then every file in its folder has to equal that of the undisturbed run, times excepted.
+A checkpoint is written after every step. Kills come in turn at any moment after the start (also while packages are imported
+and data are read), at any moment after the first step, and while a checkpoint is being written. Each run is killed again
+and again until it finishes; then every file in its folder has to equal that of the undisturbed run, except for times.
 After every kill the newest checkpoint may lack the last completed step and no other.
 """
 
@@ -39,7 +39,7 @@ class Small:
 
     Attributes:
         config: The config it begins with.
-        settings: What makes it small.
+        settings: The settings that make it small.
         needs_data: Whether it reads files.
     """
 
@@ -100,11 +100,11 @@ def main() -> None:
 
 
 def torment(recipe: str, small: Small, settings: list[str], data: Path | None, num_kills: int, seed: int) -> dict[str, Any]:
-    """Kill and resume runs of one recipe until there were `num_kills`; returns what was counted, or fails."""
+    """Kill and resume runs of one recipe until there were `num_kills`; return the counts, or fail."""
     module = recipes.RECIPES[recipe].load("train")
     config = module.load_config(small.config, [*small.settings, *settings, "training.checkpoint_steps=1"])
     draw, began = random.Random(f"{recipe} {seed}"), time.monotonic()
-    # what a child has done, in memory that outlives it
+    # the progress of a child, in memory that outlives it
     steps_done = mmap.mmap(-1, 8)
 
     def start(folder: Path) -> Callable[[], object]:
@@ -132,7 +132,7 @@ def torment(recipe: str, small: Small, settings: list[str], data: Path | None, n
         while sum(counted.values()) < num_kills:
             folder = Path(place) / "run"
             while True:
-                # a run is left alone once there were enough, or a long one would be killed for ever
+                # stop killing a run once there were enough kills, or a long one would be killed forever
                 number = sum(counted.values())
                 kind = KINDS[number % len(KINDS)]
                 steps_done[:8] = bytes(8)
@@ -162,21 +162,21 @@ def torment(recipe: str, small: Small, settings: list[str], data: Path | None, n
 def moment(
     kind: str, draw: random.Random, first_step: float, seconds: float, steps_done: mmap.mmap, folder: Path
 ) -> Callable[[], bool]:
-    """Return what says whether to kill now, to be asked again and again after a child has started.
+    """Return a function that says whether to kill now, to be called repeatedly after a child has started.
 
     Args:
         kind: One of `KINDS`.
         draw: Chooses the moment.
         first_step: Seconds until the first step of an undisturbed run.
-        seconds: Of all of that run.
-        steps_done: By the child.
-        folder: Of its run.
+        seconds: Seconds of all of that run.
+        steps_done: Steps done by the child.
+        folder: Folder of its run.
     """
     began, stale = time.monotonic(), set(folder.rglob(".*.part"))
     if kind == "any_moment":
         deadline = began + draw.uniform(0.0, seconds)
         return lambda: time.monotonic() >= deadline
-    # a resumed run has less before it than a whole one
+    # a resumed run has less left to do than a whole one
     delay, since = draw.uniform(0.0, 0.7 * (seconds - first_step)), []
 
     def is_time() -> bool:
@@ -207,7 +207,7 @@ def check_nothing_lost(folder: Path, steps_done: int) -> None:
 
 
 def in_child(work: Callable[[], object], is_time: Callable[[], bool] | None) -> int:
-    """Run `work` in a child process, and kill it when it is time; returns its exit code, or minus the signal."""
+    """Run `work` in a child process, and kill it when it is time; return its exit code, or minus the signal."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""Train for ten thousand steps with checkpoints and look at the memory of the process: it has to stay flat.
+"""Train for ten thousand steps with checkpoints and watch the memory of the process: it has to stay flat.
 
     python benchmarks/soak/leak.py --steps 10000
 

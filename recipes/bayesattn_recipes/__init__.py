@@ -55,5 +55,5 @@ BENCH = Recipe(
 )
 
 RECIPES = {recipe.name: recipe for recipe in (DIGITS, GRAPH, LANGUAGE, TRANSLATION, CAPTIONING, VQA)}
-# no training of their own
+# these have no training of their own
 STUDIES = {recipe.name: recipe for recipe in (DOUBT, BENCH)}

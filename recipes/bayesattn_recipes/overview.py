@@ -1,4 +1,4 @@
-"""One figure of all applications: the change by Bayesian attention and by its best rival, in points of each task's measure.
+"""One figure for all applications: the change with Bayesian attention and with its best rival, in points of each measure.
 
 python -m bayesattn_recipes.overview docs/results
 """
@@ -17,7 +17,7 @@ from bayesattn_recipes.translation import page as translation
 from bayesattn_recipes.vqa import page as vqa
 
 KINDS = ("BAM-WC", "exact marginal")
-# application: its page, and which of its groups are shown
+# application: its page, and the groups shown
 PARTS: dict[str, tuple[Callable[[Path], pages.Page], Callable[[str], bool]]] = {
     "graphs": (graph.read, lambda group: "100 NLL" not in group),
     "language": (language.read, lambda group: "100 NLL" not in group),
@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[Callable[[Path], pages.Page], Callable[[str], bool]]] = {
 
 
 def read(folder: Path) -> pages.Page:
-    """Return the differences of `KINDS` on all applications; Holm's correction stays that of their pages."""
+    """Return the differences of `KINDS` on all applications; Holm's correction stays the one of each page."""
     found = []
     for name, (read_page, is_shown) in PARTS.items():
         for effect in read_page(folder).effects:
@@ -39,7 +39,7 @@ def read(folder: Path) -> pages.Page:
 
 
 def rebuild(folder: Path) -> Path:
-    """Draw the figure of the overview."""
+    """Draw the overview figure."""
     path = folder / "overview.png"
     pages.forest(read(folder), path)
     return path

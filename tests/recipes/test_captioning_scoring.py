@@ -66,8 +66,8 @@ def test_without_the_package_only_bleu_is_left(monkeypatch):
 @pytest.mark.parametrize(
     ("captions", "references", "message"),
     [
-        ([], [], "must have equally many entries, at least 1, got 0 and 0"),
-        (["a"], [["a"], ["b"]], "must have equally many entries, at least 1, got 1 and 2"),
+        ([], [], "must have the same number of entries, at least 1, got 0 and 0"),
+        (["a"], [["a"], ["b"]], "must have the same number of entries, at least 1, got 1 and 2"),
         (["a", "b"], [["a"], ["...", ""]], "entry 1 must have at least one reference with a word, got none"),
     ],
 )

@@ -161,7 +161,7 @@ def test_checkpoint_of_something_else_is_refused(run, tmp_path):
     for name in ("run.json", "log.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     save_file({"weight": torch.zeros(2)}, tmp_path / "checkpoint.safetensors")
-    with pytest.raises(ValueError, match="is not of a captioning model"):
+    with pytest.raises(ValueError, match="does not belong to a captioning model"):
         load_run(tmp_path)
 
 

@@ -63,7 +63,7 @@ CONFIGS = {
     "an endless number": (f"seed: {'9' * 20_000}\n", "cannot be read"),
     "a huge number": (
         "training: {epochs: 99999999999999999999}\n",
-        "training.epochs must be a number of 64 bits, text, true, false, null, or a list, got 99999999999999999999",
+        "training.epochs must be a 64-bit number, text, true, false, null, or a list, got 99999999999999999999",
     ),
     "not a number": ("learning_rate: .nan\n", "learning_rate must be a finite number, got nan"),
     "a truth for a number": ("training: {epochs: true}\n", "training.epochs must be an integer, got True"),

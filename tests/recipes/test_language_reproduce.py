@@ -139,7 +139,7 @@ def test_failed_run_leaves_a_table_of_the_others(tmp_path, sentiment, monkeypatc
 
 
 def test_table_of_half_its_time_is_completed_later(tmp_path, sentiment):
-    with pytest.raises(RunError, match="no run has finished: 1 were not begun"):
+    with pytest.raises(RunError, match="no run has finished: 1 were not started"):
         run_table(tmp_path, sentiment, ["soft"], minutes=0.0)
     assert "| soft | 1 |" in run_table(tmp_path, sentiment, ["soft"], minutes=60.0).read_text()
 

@@ -87,7 +87,7 @@ def test_nothing_begins_after_its_time(tmp_path, monkeypatch):
     outcome = run_all(touch, {name: (str(tmp_path), name) for name in "abcde"}, deadline=deadline_after(1.0))
     assert names_in(tmp_path) == outcome.done == ["a", "b"]
     assert outcome.left == ["c", "d", "e"]
-    assert outcome.reasons() == "3 were not begun"
+    assert outcome.reasons() == "3 were not started"
 
 
 def test_traceback_is_written_and_removed_when_the_entry_works(tmp_path):

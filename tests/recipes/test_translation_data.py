@@ -23,7 +23,7 @@ def write(path, *lines):
 
 def test_unequal_line_counts_are_named(tmp_path):
     german, english = write(tmp_path / "a.de", "x", "y"), write(tmp_path / "a.en", "x")
-    with pytest.raises(ValueError, match=r"a\.de and .*a\.en must have equally many lines, .*, got 2 and 1"):
+    with pytest.raises(ValueError, match=r"a\.de and .*a\.en must have the same number of lines, .*, got 2 and 1"):
         read_pairs(german, english)
 
 
@@ -65,7 +65,7 @@ def test_line_without_a_tab_is_named(tmp_path):
         ("nope", "", "dataset must be one of 'multi30k', 'tatoeba', 'iwslt14', got 'nope'"),
         ("multi30k", None, "multi30k needs data, the folder of the data sets"),
         ("multi30k", "nowhere", "data must be a folder, got"),
-        ("multi30k", "", r"train\.de does not exist, neither as it is nor as \.gz or \.xz"),
+        ("multi30k", "", r"train\.de does not exist, plain or as \.gz or \.xz"),
         ("iwslt14", "", "iwslt14 is not a folder. It must hold the full IWSLT14 set"),
     ],
 )

@@ -1,6 +1,6 @@
 """Rivals of Bayesian attention behind the same interface: hard, Gaussian and variational attention, MC dropout.
 
-docs/recipes/rivals.md is the page about them.
+docs/recipes/rivals.md describes them.
 """
 
 from bayesattn_recipes.baselines.attention import RivalAttention, attention_options

@@ -34,7 +34,7 @@ def attention_options(config: AttentionConfig, *, on_edges: bool = False) -> dic
 
     Args:
         config: Soft, Bayesian or a rival.
-        on_edges: Whether it is for the edges of a graph.
+        on_edges: Whether the attention runs on the edges of a graph.
 
     Raises:
         ValueError: The variant does not exist for attention of many heads and layers, or on edges.
@@ -46,10 +46,10 @@ def attention_options(config: AttentionConfig, *, on_edges: bool = False) -> dic
 
 
 class RivalAttention(nn.Module):
-    """From scores and values to output, as a rival of Bayesian attention has it.
+    """Compute the output from scores and values as a rival of Bayesian attention does.
 
-    KLs are returned, not recorded: the module whose child this is records them under its own name. Dropout of the weights is
-    the module's, as for Bayesian attention, except that `mc-dropout` has its own rate.
+    KLs are returned, not recorded: the parent module records them under its own name. The parent also sets the dropout of
+    the weights, as for Bayesian attention, except that `mc-dropout` has its own rate.
 
     Args:
         config: One whose `is_rival` is true.
@@ -78,7 +78,7 @@ class RivalAttention(nn.Module):
                 raise ValueError(
                     f"head_dim must be the number of features of one head's values for {config.variant}, got None"
                 )
-            # one network for all heads, as a contextual prior has; in the dtype of the values it reads
+            # one network for all heads, like that of a contextual prior; in the dtype of the values it reads
             self.context_noise = GaussianContext(config, head_dim).to(dtype=dtype)
         else:
             self.weights = build_weights(config, key_dim=head_dim, num_heads=num_heads)
@@ -109,12 +109,12 @@ class RivalAttention(nn.Module):
         mask: Bool[Tensor, "..."] | None,
         dropout_p: float,
     ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, "b h m n"], Float[Tensor, " b"] | None]:
-        """Return output, weights before dropout and, where it is recorded, the KL of each example.
+        """Return output, weights before dropout and, if it is recorded, the KL of each example.
 
         Args:
             scores: Φ, with any bias added.
             key: Read by a contextual prior.
-            value: What is averaged; key heads are shared by groups of score heads.
+            value: The values to average; groups of score heads share a key head.
             mask: True where a query may attend, broadcastable to the scores.
             dropout_p: Dropout rate of the weights.
         """
@@ -152,7 +152,7 @@ class RivalAttention(nn.Module):
             edges: The graph.
             ops: `ops.segment.plain`, or `csr`.
             dropout_p: Dropout rate of the weights.
-            generator: Where noise comes from; None is torch's own.
+            generator: Source of the noise; None is torch's own.
         """
         with without_autocast(scores.device.type):
             output, weights, dropped, kl = self._attend(upcast(scores), value, EdgeRows(edges, ops, generator), dropout_p)

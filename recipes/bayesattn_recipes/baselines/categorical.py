@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 def largest(log_p: Float[Tensor, "*b n"], count: int | None) -> Parts:
     """Return the `count` most probable keys, each a part of its own, and the rest as one more; every key alone if None.
 
-    So m = count + 1, or n where that is no more. A part without any probability has log-probability −inf.
+    So m = count + 1, or n if that is less. A part without any probability has log-probability −inf.
     """
     n = log_p.shape[-1]
     if count is None or count + 1 >= n:
@@ -54,7 +54,7 @@ def largest(log_p: Float[Tensor, "*b n"], count: int | None) -> Parts:
 
 
 def expect(log_p: Float[Tensor, "*b n"], values: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
-    """Return Σ_j p_j values_j over the keys with p_j > 0, whatever the values at the others are."""
+    """Return Σ_j p_j values_j over the keys with p_j > 0, whatever the values at the others."""
     closed = log_p == -math.inf
     return (torch.exp(log_p) * values.masked_fill(closed, 0.0)).sum(dim=-1)
 

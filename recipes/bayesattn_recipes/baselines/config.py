@@ -1,4 +1,4 @@
-"""One config for everything a recipe may name as its attention: soft, Bayesian, or a rival of Bayesian attention."""
+"""One config for every attention a recipe may name: soft, Bayesian, or a rival of Bayesian attention."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ContextPrior = Literal["keys", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice(AttentionConfig):
-    """An `AttentionConfig` whose variant may also be one of the rivals; docs/recipes/rivals.md says what each is.
+    """An `AttentionConfig` whose variant may also be one of the rivals; docs/recipes/rivals.md describes each.
 
     Use it as the type of a recipe's `attention` field: the YAML of every variant is then one flat mapping.
 
@@ -32,14 +32,14 @@ class AttentionChoice(AttentionConfig):
             the loss of a second pass with soft attention.
         entropy_bonus: Weight of the entropy of the choice (`hard-reinforce`), subtracted from the loss.
         temperature: Temperature of the Gumbel-softmax; towards 0 it becomes a choice of one key.
-        straight_through: Whether `hard-gumbel` passes on the chosen key alone and the relaxed weights' gradient.
+        straight_through: Whether `hard-gumbel` passes on only the chosen key, with the gradient of the relaxed weights.
         context_prior: What the Gaussian context is pulled towards: the mean of the `keys`, or `zero`.
         gaussian_sigma: Deviation of the weights at the start (`gaussian-weights`).
         attention_dropout: Dropout on the weights (`mc-dropout`).
         sampled_kl: Replace the closed-form KL of a Bayesian variant by ln q(S) − ln p(S) at the drawn S.
         inference_dim: Features of each direction of the inference network's LSTMs (`variational-…`).
-        top_keys: How many keys of a row have a likelihood of their own (`variational-exact`), the most probable ones; the
-            rest together is one more, with their mean context. None: all keys.
+        top_keys: Number of keys per row, the most probable ones, with their own likelihood (`variational-exact`); the rest
+            share one more, that of their mean context. None: all keys.
     """
 
     allowed_variants: ClassVar[tuple[str, ...]] = get_args(Choice)
@@ -96,7 +96,7 @@ class AttentionChoice(AttentionConfig):
             raise ValueError("sampled_kl must be False on edges: its estimate is written for dense scores")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; of soft and Bayesian attention those of an `AttentionConfig`, which it is."""
+        """Return the fields as plain values; for soft and Bayesian attention, those of an `AttentionConfig`."""
         values = super().to_dict()
         if self.is_rival:
             return values

@@ -3,7 +3,7 @@
     W ~ Dir(α):   ln G_j = ln Gamma(α_j + 1) + ln U_j / α_j,   W = softmax_j(ln G_j)
 
 because Gamma(α) = Gamma(α + 1) U^{1/α} with U uniform. Gamma(α + 1) has torch's implicit gradient (Figurnov et al., 2018),
-which is accurate for shapes above 1; the power is differentiated as it stands. Working with ln G keeps draws of tiny
+which is accurate for shapes above 1; the power is differentiated directly. Working with ln G keeps draws of tiny
 α, where G underflows and torch.distributions.Dirichlet gives NaN.
 """
 
@@ -48,7 +48,7 @@ def kl(
     ln Γ(α₀) − ln Γ(β₀) + Σ_j [ln Γ(β_j) − ln Γ(α_j) + (α_j − β_j)(ψ(α_j) − ψ(α₀))],   α₀ = Σα
     """
     if mask is not None:
-        # a closed key gets one concentration in both: its terms cancel, up to the factor of the sums
+        # a closed key gets the same concentration in both: its terms cancel, up to the factor of the sums
         alpha_q, alpha_p = alpha_q.masked_fill(~mask, 1.0), alpha_p.masked_fill(~mask, 1.0)
     valid = torch.ones_like(alpha_q) if mask is None else mask.to(alpha_q.dtype)
     # a row without keys: any positive total, its terms are 0

@@ -26,6 +26,6 @@ class DropoutWeights(RivalWeights):
         return not self.dropout.training
 
     def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], None]:
-        """Return softmax(scores), with dropout where it is on."""
+        """Return softmax(scores), with dropout if it is on."""
         weights = rows.softmax(scores)
         return (weights * rows.keep(weights, self.dropout.p) if self.dropout.training else weights), None

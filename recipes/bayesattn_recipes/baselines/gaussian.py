@@ -1,7 +1,7 @@
 """Gaussian attention, in two versions: noise on the context vector (Bahuleyan et al., 2018) and on the weights.
 
 Bahuleyan et al. draw the *context* around its deterministic value, c ~ N(Σ_j W_j v_j, diag σ²), which trains. The paper on
-Bayesian attention describes, and reports to end in NaN, Gaussian *weights*: possibly negative, not summing to one.
+Bayesian attention describes Gaussian *weights*, possibly negative and not summing to one, and reports that they end in NaN.
 """
 
 import math
@@ -45,7 +45,7 @@ class GaussianContext(RivalModule):
         value: Float[Tensor, "b n d"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        """Return one draw of the context and record its KL; in eval mode the context as it is."""
+        """Return one draw of the context and record its KL; in eval mode, return the context as it is."""
         if self.is_idle:
             return context
         rows = DenseRows(None, torch.Size((*context.shape[:2], value.shape[1])))
@@ -53,7 +53,7 @@ class GaussianContext(RivalModule):
         return self.record(drawn, None if entries is None else entries.flatten(1).sum(dim=1))
 
     def shift(self, context: Float[Tensor, "b m d"], noise: Float[Tensor, "b #m d"]) -> Float[Tensor, "b m d"]:
-        """Return the draw of the context that noise ε ~ N(0, 1) gives."""
+        """Return the draw of the context for noise ε ~ N(0, 1)."""
         return (upcast(context) + torch.exp(self._log_sigma(context)) * noise).to(context.dtype)
 
     def kl(
@@ -74,17 +74,17 @@ class GaussianContext(RivalModule):
     def draw(
         self, context: Float[Tensor, "*s d"], rows: Rows, mean_value: Callable[[], Float[Tensor, "..."]]
     ) -> tuple[Float[Tensor, "*s d"], Float[Tensor, "*s d"] | None]:
-        """Return one draw of the context, and the KL of its features where it is recorded.
+        """Return one draw of the context, and the KL of its features if it is recorded.
 
         Args:
             context: Σ W v, of any number of heads: they share σ's network.
-            rows: Where noise comes from, and which rows exist.
+            rows: Source of the noise, and which rows exist.
             mean_value: Computes the mean of the values that each query may attend to.
         """
         if context.shape[-1] != self.hidden.in_features:
             raise ValueError(
-                f"the context must have {self.hidden.in_features} features, as many as this {self.config.variant} was built "
-                f"for, got {context.shape[-1]}"
+                f"the context must have {self.hidden.in_features} features, the number this {self.config.variant} was built "
+                f"with, got {context.shape[-1]}"
             )
         mean, log_sigma = upcast(context), self._log_sigma(context)
         drawn = mean + torch.exp(log_sigma) * rows.normal(mean) if self.is_sampling else mean
@@ -110,7 +110,7 @@ class GaussianWeights(RivalWeights):
     its gradient exists. Eval mode: Φ / ΣΦ.
 
     Args:
-        config: One of variant `gaussian-weights`; `gaussian_sigma` is where σ starts.
+        config: One of variant `gaussian-weights`; σ starts at its `gaussian_sigma`.
     """
 
     def __init__(self, config: AttentionChoice) -> None:

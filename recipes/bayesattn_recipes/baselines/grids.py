@@ -1,4 +1,4 @@
-"""Settings that a fair search tries: as many for every kind of attention, with the values the paper reports among them."""
+"""Settings that a fair search tries: the same number for every kind of attention, including the values the paper reports."""
 
 import itertools
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ class HardWeights(ChoosingWeights):
 
 
 def _choice(log_p: Float[Tensor, "..."], chosen: Float[Tensor, "..."], rows: Rows) -> Choice:
-    # a row without a key has no choice to reward
+    # a row without keys has no choice to reward
     known = rows.opened(log_p)
     return Choice(rows.by_query(chosen * known), -rows.by_query(torch.exp(log_p) * known))
 

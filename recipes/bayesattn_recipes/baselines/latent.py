@@ -18,9 +18,9 @@ def run_packed(lstm: nn.LSTM, inputs: Float[Tensor, "b n d"], lengths: Sequence[
     """Run a bidirectional LSTM over sequences of different lengths; outputs beyond a length are 0.
 
     Args:
-        lstm: With `batch_first`.
+        lstm: An LSTM with `batch_first`.
         inputs: Padded sequences.
-        lengths: Length of each; on the host, so that there is no wait for the device.
+        lengths: Length of each; on the host, which then need not wait for the device.
     """
     (b, n, _), sizes = inputs.shape, np.asarray(lengths)
     if sizes.shape != (b,) or sizes.min(initial=1) < 1 or sizes.max(initial=1) > n:
@@ -50,7 +50,7 @@ class InferenceNetwork(nn.Module):
         target_dim: Features of an embedded target token.
         hidden_dim: Features of each direction.
         num_layers: Layers of each LSTM.
-        dropout: Between layers.
+        dropout: Dropout rate between layers.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class InferenceNetwork(nn.Module):
 
 
 class LatentAlignment(RivalModule):
-    """The loss of a latent alignment; its decoder is an ordinary one with soft attention, which is the prior.
+    """The loss of a latent alignment; its decoder is an ordinary one, and the decoder's soft attention is the prior.
 
     Two functions compute the likelihood: `each_key()` returns ln p(y_t | z=j) for all keys, `mixed(weights)` that of the
-    contexts Σ_j weights_j v_j, for m of them at each step. A model implements both with its own output layer, and only what
-    is needed is called.
+    contexts Σ_j weights_j v_j, for m of them at each step. A model implements both with its own output layer, and only those
+    needed are called.
 
-    Training uses the posterior and records KL(q ‖ p), summed over steps; in eval mode the prior alone: the exact marginal,
-    or, for the Dirichlet, its mean.
+    Training uses the posterior and records KL(q ‖ p), summed over steps; eval mode uses the prior alone: the exact
+    marginal or, for the Dirichlet, its mean.
 
     Args:
         config: One of variant `variational-…`.

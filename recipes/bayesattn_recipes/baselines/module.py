@@ -1,4 +1,4 @@
-"""Base of all replacements of the softmax: scores in, weights out, the switches of a Bayesian module."""
+"""Base of all replacements of the softmax: scores in, weights out, with the switches of a Bayesian module."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from bayesattn_recipes.baselines.rows import DenseRows, Rows
 
 
 class RivalModule(BayesianModule):
-    """A Bayesian module by its switches (`sampling(model)`, `record_kl()`), with a rival's config and no prior network."""
+    """A module with Bayesian switches (`sampling(model)`, `record_kl()`), with a rival's config and no prior network."""
 
     config: AttentionChoice
 
@@ -50,5 +50,5 @@ class RivalWeights(RivalModule):
         return self.record(weights.to(scores.dtype), kl)
 
     def draw(self, scores: Float[Tensor, "..."], rows: Rows) -> tuple[Float[Tensor, "..."], Float[Tensor, " b"] | None]:
-        """Return weights of float32 scores or better, and the KL of each example where there is one and it is recorded."""
+        """Return weights of float32 scores or better, and the KL of each example if there is one and it is recorded."""
         raise NotImplementedError

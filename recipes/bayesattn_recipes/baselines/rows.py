@@ -82,7 +82,7 @@ class DenseRows:
         return None if self.mask is None else self.mask.any(dim=-1, keepdim=True)
 
     def reduce(self, kl: Float[Tensor, "b *rest"], reduction: str | None, *, by_row: bool = False) -> Float[Tensor, " b"]:
-        """Return the KL of each example from that of every entry, or `by_row` from that of a row's every feature."""
+        """Return the KL of each example from that of every entry or, with `by_row`, of every feature of a row."""
         total = kl.flatten(1).sum(dim=1)
         if reduction == "sum":
             return total
@@ -118,7 +118,7 @@ class EdgeRows:
     Attributes:
         edges: The graph.
         ops: `ops.segment.plain`, or `csr` for sorted edges on a CPU.
-        generator: Where noise comes from; None is torch's own.
+        generator: Source of the noise; None is torch's own.
     """
 
     edges: Edges
@@ -146,7 +146,7 @@ class EdgeRows:
         index = self.edges.target[:, None].expand_as(x)
         rows = x.new_zeros(self.edges.num_targets, x.shape[1])
         largest = rows.scatter_reduce(0, index, x, "amax", include_self=False).gather(0, index)
-        # of equal ones the first: draws of sixteen bits can tie
+        # of equal entries, take the first: 16-bit draws can tie
         place = torch.arange(len(x), device=x.device)[:, None].expand_as(x)
         tied = place.masked_fill(x < largest, len(x))
         first = place.new_full(rows.shape, len(x)).scatter_reduce(0, index, tied, "amin")

@@ -1,4 +1,4 @@
-"""The ablation of the closed-form KL: ln q(S) − ln p(S) at the S that was drawn, a one-draw estimate of the same KL.
+"""The ablation of the closed-form KL: ln q(S) − ln p(S) at the drawn S, a one-draw estimate of the same KL.
 
 The paper reports that training with it "becomes very unstable" (Sec. 4.3). Differentiated along the draw, as here, ln q
 loses its noise: the gradient in Φ is β S − α for the Weibull (closed form: β exp(Φ) − α) and that of a normal for the
@@ -26,13 +26,13 @@ def sampled_kl(
     mask: Bool[Tensor, "#b #h #m n"] | None,
     config: AttentionConfig,
 ) -> Float[Tensor, " b"]:
-    """Return ln q(S) − ln p(S) of each example at the S that `standard` gives, reduced as `config.kl_reduction` says.
+    """Return ln q(S) − ln p(S) of each example at the S given by `standard`, reduced by `config.kl_reduction`.
 
         Weibull    ln q = ln k − k ln λ + (k−1) ln S − (S/λ)^k,   ln p = α ln β − ln Γ(α) + (α−1) ln S − β S
         Lognormal  the same with two normal densities of ln S
 
     Args:
-        phi: Φ, the logarithm of the posterior's mean, as `config.score_form` says.
+        phi: Φ, the logarithm of the posterior's mean, in the form of `config.score_form`.
         standard: The noise behind S: E ~ Exp(1), or ε ~ N(0, 1).
         log_prior: ln Ψ of a contextual prior.
         mask: Which entries exist.
@@ -83,7 +83,7 @@ class SampledKLWeights(BayesianWeights):
         mask: Bool[Tensor, "..."] | None = None,
         log_prior: Float[Tensor, "#b #h 1 n"] | None = None,
     ) -> tuple[Float[Tensor, "*bh m n"], Float[Tensor, " b"] | None]:
-        """Return the weights of one draw and the KL at that draw; without a draw, as `BayesianWeights`."""
+        """Return the weights of one draw and the KL at that draw; without a draw, the same as `BayesianWeights`."""
         if not (self.is_sampling and self.needs_kl):
             return super().draw(scores, keys, mask=mask, log_prior=log_prior)
         log_prior = self.log_prior_of(scores, keys, mask) if log_prior is None else log_prior
@@ -115,7 +115,7 @@ class SampledKLWeights(BayesianWeights):
         log_prior: Float[Tensor, "#b #h 1 n"] | None,
         mask: Bool[Tensor, "#b #h #m n"] | None,
     ) -> Float[Tensor, " b"]:
-        """Return `sampled_kl` of scores, which become Φ as the config says."""
+        """Return `sampled_kl` of scores, after the config's form turns them into Φ."""
         if self.config.score_form == "log_softmax":
             scores = scores - masked_logsumexp(scores, mask).unsqueeze(-1)
         return sampled_kl(scores, standard, log_prior, mask, self.config)

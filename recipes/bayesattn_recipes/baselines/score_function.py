@@ -5,7 +5,7 @@ Hard attention draws z ~ Categorical(softmax Φ), and the loss L(z) has no gradi
     ∇ E[L(z)] = E[∇ L(z) + (L(z) − b) ∇ ln p(z)]                      for every b that does not depend on z
 
 so adding sg[L(z) − b] · (ln p(z) − sg[ln p(z)]) to the loss (sg: no gradient) leaves its value and gives it this
-gradient. Choices at decoding step t cannot change the loss of earlier steps: where the loss is known step by step, L is
+gradient. Choices at decoding step t cannot change the loss of earlier steps: if the loss is known step by step, L is
 the loss from t on.
 
     nll = with_score_function(model, lambda: token_nll(model(batch)))        # any model; unchanged without hard attention
@@ -54,7 +54,7 @@ class ChoosingWeights(RivalWeights):
 
     def __init__(self, config: AttentionChoice, *variants: str) -> None:
         super().__init__(config, *variants)
-        # moving average of the loss per label; exponential, with the bias of its start removed when it is read
+        # exponential moving average of the loss per label; the bias from its start is removed when it is read
         self.register_buffer("average_cost", torch.zeros(()))
         self.register_buffer("num_averaged", torch.zeros(()))
         self.choices: list[Choice] | None = None
@@ -98,21 +98,22 @@ def with_score_function(
 ) -> Float[Tensor, "b *t"]:
     """Return what `run` returns, with the score-function gradient of every hard choice attached; the values do not change.
 
-    A choice is charged with the loss of its example, whatever the head, layer and query it was made for: with all of it,
-    or from its own step on. Where a call has several entries per example (windows of an image) they are consecutive; the
-    loss of a graph, or of a batch as a whole, is one example's.
+    A choice is charged with the loss of its example, all of it or from its own step on, whatever its head, layer and query.
+    If a call has several entries per example (windows of an image), they are consecutive; the loss of a graph, or of a
+    batch as a whole, counts as that of one example.
 
     Args:
         model: Holds the attention modules that `run` calls. Without hard attention in training mode this is `run()`.
         run: Computes the negative log-likelihood, of each example or of each decoding step (0 where there is no label).
             Called a second time, without gradients and with soft attention, for the self-critical baseline.
         steps: True where a step has a label; None: everywhere.
-        charge: Where it is known which losses a choice cannot have changed: computes, from a choosing module and the losses,
-            the sum of those that each of its choices may have changed. The gradient is then that of the sum of the losses.
+        charge: Use it if it is known which losses a choice cannot have changed. It computes, from a choosing module and the
+            losses, the sum of those that each of its choices may have changed. The gradient is then that of the sum of the
+            losses.
 
     Raises:
-        ValueError: The losses are per step, and a module has chosen another number of times; or the entries of a module's
-            calls are not a multiple of the number of losses.
+        ValueError: The losses are per step, and a module has chosen a different number of times; or the entries of a
+            module's calls are not a multiple of the number of losses.
     """
     choosing = [module for module in model.modules() if isinstance(module, ChoosingWeights) and module.is_sampling]
     if not choosing or not torch.is_grad_enabled():
@@ -171,7 +172,7 @@ def _attached(
 def _charged(
     module: ChoosingWeights, choices: list[Choice], nll: Tensor, soft: Tensor | None, charge: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, ""]:
-    """Return the sum of the terms of value 0 of one module, whose choices are charged as `charge` says."""
+    """Return the sum of the terms of value 0 of one module, whose choices `charge` charges."""
     log_prob, entropy = (torch.cat(parts, dim=1) for parts in zip(*choices, strict=True))
     labels = torch.ones_like(nll)
     baseline = _baseline(module, nll, soft, labels, charge)
@@ -201,8 +202,8 @@ def _by_example(x: Float[Tensor, "entries m"], nll: Tensor) -> Float[Tensor, "b 
     """Put the consecutive entries of an example side by side."""
     if len(nll) == 0 or len(x) % len(nll):
         raise ValueError(
-            "run() must return one loss per example, or one per group of equally many examples such as a graph, got losses "
-            f"of shape {tuple(nll.shape)} for {len(x)} examples"
+            "run() must return one loss per example, or one per group of examples (such as a graph; groups of equal size), "
+            f"got losses of shape {tuple(nll.shape)} for {len(x)} examples"
         )
     return x if len(x) == len(nll) else x.unflatten(0, (len(nll), -1)).flatten(1)
 

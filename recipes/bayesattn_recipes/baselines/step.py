@@ -44,7 +44,7 @@ class RivalSteps(RivalAttention):
         return closed_keys(mask) + noise.log_noise(seed, shape, weights.config, device=mask.device).squeeze(1)
 
     def plan_context(self, value: Float[Tensor, "b n d"], num_steps: int) -> Float[Tensor, "b t d"] | None:
-        """Return the noise of all steps' contexts; None where contexts are not drawn."""
+        """Return the noise of all steps' contexts; None if contexts are not drawn."""
         if self.context_noise is None or not self.context_noise.is_sampling:
             return None
         b, _, d = value.shape
@@ -60,7 +60,7 @@ class RivalSteps(RivalAttention):
         return noisy_softmax(upcast(scores), bias)
 
     def planned_context(self, context: Float[Tensor, "b t d"], noise: Float[Tensor, "b #t d"]) -> Float[Tensor, "b t d"]:
-        """Return the draw of the context that the noise of `plan_context` gives."""
+        """Return the draw of the context for the noise of `plan_context`."""
         assert self.context_noise is not None
         return self.context_noise.shift(context, noise)
 

@@ -1,4 +1,4 @@
-"""Uniform attention, a control: every key has the same weight. Where it is as good as soft, attention is not needed."""
+"""Uniform attention, a control: every key has the same weight. Where it does as well as soft, attention is not needed."""
 
 import math
 
@@ -11,7 +11,7 @@ from bayesattn_recipes.baselines.rows import Rows
 
 
 class UniformWeights(RivalWeights):
-    """softmax(0) over the keys that masks leave; the scores, and the parameters behind them, have no effect.
+    """softmax(0) over the keys that masks leave open; the scores and the parameters behind them have no effect.
 
     Args:
         config: One of variant `uniform`.

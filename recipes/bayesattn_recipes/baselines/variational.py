@@ -63,5 +63,5 @@ def sample_bound(
 
 
 def marginal_log_probs(log_prior: Float[Tensor, "*b n"], log_probs: Float[Tensor, "*b n c"]) -> Float[Tensor, "*b c"]:
-    """Return ln Σ_j p_j p(y | z=j) of every class: how these models predict."""
+    """Return ln Σ_j p_j p(y | z=j) of every class, the prediction of these models."""
     return torch.logsumexp(log_prior.unsqueeze(-1) + log_probs, dim=-2)

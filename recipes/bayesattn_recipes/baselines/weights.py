@@ -33,7 +33,7 @@ def build_weights(
     if not isinstance(config, AttentionChoice):
         return BayesianWeights(config, key_dim=key_dim, num_heads=num_heads)
     if config.variant in WEIGHTS:
-        return WEIGHTS[config.variant](config)  # type: ignore[call-arg]  (subclasses name their variant themselves)
+        return WEIGHTS[config.variant](config)  # type: ignore[call-arg]  (subclasses set their own variant)
     if not config.is_bayesian:
         raise ValueError(
             f"variant must be one of {', '.join(map(repr, (*AttentionConfig.allowed_variants, *WEIGHTS)))} here, got "

@@ -9,9 +9,10 @@ SUITES = ("attention", "causal", "doubt", "graph", "step", "translation", "visio
 def run_suite(name: str, device: str, out: Path) -> None:
     """Run one suite and write `out` (CSV) and a plot of its ratios beside it.
 
-    While it runs, the rows measured so far are in `out` with the ending `.partial.csv`, which stays if the run fails.
+    While it runs, the rows measured so far are in a file named like `out` but ending in `.partial.csv`, which stays if the
+    run fails.
     """
-    # only now: the command line imports this package to find the command
+    # imported late: the command line imports this package to find the command
     import torch
 
     from bayesattn_recipes.bench.harness import keeping_rows, write_csv

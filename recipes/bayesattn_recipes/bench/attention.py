@@ -24,7 +24,7 @@ LOGNORMAL = AttentionConfig("BAM-LC")
 # At short lengths the host is the bottleneck. They are also timed as a stack: autograd starts its thread once per model, not
 # once per layer.
 SHORT, LAYERS = 512, 12
-# where plain torch, which writes about eight arrays of n × n numbers, is timed as well
+# lengths at which plain torch, which writes about eight arrays of n × n numbers, is timed as well
 REPLACED = (8, 16, 2048, 64)
 
 
@@ -33,9 +33,9 @@ class Layout:
     """Which entries exist, and how many heads the keys have.
 
     Attributes:
-        key_heads: Heads of keys and values; None means as many as the queries have.
+        key_heads: Heads of keys and values; None means the number of query heads.
         is_causal: Whether query i attends to keys up to i only.
-        window: Keys per query, the last of them its own; None means all.
+        window: Keys per query, ending with the query's own; None means all.
         padding: Keys missing at the end of every second example.
     """
 
@@ -104,7 +104,7 @@ class Calls:
         return self.query, *self.pairs[0]
 
     def soft(self, backend: SDPBackend | None, dropout: float = 0.0, *, masked: bool = False) -> Callable[[], None]:
-        """Return forward and backward of torch's attention, by one backend or by its own choice."""
+        """Return forward and backward of torch's attention, with one backend or the one torch chooses."""
 
         def call() -> None:
             output = self.query
@@ -143,7 +143,7 @@ class Calls:
     def observation(self) -> Callable[[], object]:
         """Return the statistics that `observe(model)` adds to a forward pass."""
         query, key, _ = self.inputs
-        # which takes a window only as a mask, as models give it
+        # `observe` takes a window only as a mask, as models give it
         has_window = self.options["window"] is not None
         options = {"mask": self._dense if has_window else self.options["mask"], "is_causal": self.options["is_causal"]}
         return lambda: row_statistics(query, key, scale=query.shape[-1] ** -0.5, **options)
@@ -213,7 +213,7 @@ def _run_on_gpu(suite: Suite, case: str, calls: Calls, is_short: bool) -> None:
 
 
 def _run_replaced(suite: Suite, case: str, calls: Calls) -> None:
-    """Time the same attention in plain torch, and compiled: what one would have without the kernels."""
+    """Time the same attention in plain torch and compiled, the alternatives without the kernels."""
     calls_in_torch = {
         "sdpa flash": calls.soft(SDPBackend.FLASH_ATTENTION),
         "BAM-WC": calls.bayesian("auto"),

@@ -1,7 +1,7 @@
 """Causal attention operators, as language models call them: plain, grouped heads, sliding window, padding.
 
-Every ratio is to SDPA flash with the causal flag and the same grouped heads, in turns. Flash takes no other mask, so where
-there is one, `sdpa, same mask` is torch's own alternative.
+Every ratio is to SDPA flash with the causal flag and the same grouped heads, in turns. Flash takes no other mask; with
+one, `sdpa, same mask` is torch's own alternative.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from bayesattn_recipes.bench.attention import CONFIG, LOGNORMAL, Calls, Layout, 
 from bayesattn_recipes.bench.harness import Row, Suite
 
 CONFIGS = {"BAM-NOKL": AttentionConfig("BAM-NOKL", weibull_k=10.0), "BAM-WC": CONFIG, "BAM-LC": LOGNORMAL}
-# turns, and calls in each
+# turns, and calls per turn
 ROUNDS, CALLS_PER_TURN = 11, 5
 # the check runs the reference, which materializes the scores
 CHECKED_LENGTH = 256

@@ -19,7 +19,7 @@ from bayesattn_recipes.bench.harness import Row, Suite
 
 @dataclass(frozen=True)
 class Case:
-    """A BERT from its config, and the batch it is given.
+    """A BERT built from its config, and its batch.
 
     Attributes:
         name: For the table.
@@ -65,7 +65,7 @@ CASES = {
 
 
 def run(device: str, cases: list[Case] | None = None) -> list[Row]:
-    """Compare on a CPU with one thread, on a GPU in bfloat16, with the kernels and without them.
+    """Compare on a CPU with one thread, or on a GPU in bfloat16 with and without the kernels.
 
     The mode `time` has one plain pass as its baseline; `memory` has a forward pass that keeps what a backward pass needs,
     without gradients of parameters, and its ratio is that of the peaks.

@@ -1,4 +1,4 @@
-"""Measure, record, write: median and quantiles of a call, its peak memory, and the versions that produced them.
+"""Measure, record and write the median and quantiles of a call, its peak memory, and the versions that produced them.
 
 A timing alone means little: every row has the ratio to a baseline of the same run.
 """
@@ -26,7 +26,7 @@ MOST_CALLS = 1000
 CALLS_A_TURN = 4
 # where the host is the bottleneck: rounds, and enough calls per turn that it runs ahead as in training
 HOST_ROUNDS, HOST_CALLS_A_TURN = 11, 60
-# where the rows of a running suite are written, one by one
+# the file to which the rows of a running suite are written, one by one
 _partial: ContextVar[Path | None] = ContextVar("partial", default=None)
 
 
@@ -55,13 +55,13 @@ COLUMNS = [item.name for item in fields(Row)]
 def measure(call: Callable[[], object], *, device: str, budget_ms: float = 200.0) -> tuple[float, float, float]:
     """Return (median, 20th, 80th percentile) of the call's time in milliseconds, after a warm-up.
 
-    On a CPU with one thread it is the CPU time of the process, which other programs on the machine hardly change.
+    On a CPU with one thread, this is the CPU time of the process, which other programs on the machine hardly affect.
     """
     if device == "cuda":
         import triton.testing
 
         quantiles = triton.testing.do_bench(call, warmup=25, rep=int(budget_ms), quantiles=[0.5, 0.2, 0.8])
-        return quantiles[0], quantiles[1], quantiles[2]  # type: ignore[index]  (a list when quantiles are asked for)
+        return quantiles[0], quantiles[1], quantiles[2]  # type: ignore[index]  (a list if quantiles are given)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     times: list[float] = []
@@ -90,12 +90,12 @@ def measure_in_turn(
 ) -> list[list[float]]:
     """Return the time in milliseconds of every call in every round, after a warm-up.
 
-    For ratios near 1, which would be lost in the machine's drift between two measurements: the calls take turns, in
-    alternating order.
+    The calls take turns, in alternating order. Use this for ratios near 1, which the machine's drift between two
+    measurements would hide.
 
     Args:
-        calls: What is compared.
-        rounds: How often each has its turn.
+        calls: The calls to compare.
+        rounds: Turns of each call.
         clock: Milliseconds of a call; if not given, this process's CPU time, which other programs do not lengthen.
     """
     times: list[list[float]] = [[] for _ in calls]
@@ -108,7 +108,7 @@ def measure_in_turn(
 
 
 def _gpu_time(call: Callable[[], object], num_calls: int) -> float:
-    """Return the milliseconds between the events around a few calls, so that the host can run ahead as in training."""
+    """Return the milliseconds between two events around a few calls; the host can run ahead as in training."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -178,7 +178,7 @@ class Suite:
         return self._keep(case, provider, mode, (median, low, high), memory, median / baseline)
 
     def run_all(self, case: str, mode: str, calls: Mapping[str, Callable[[], object]], *, in_turns: bool) -> None:
-        """Measure calls one after the other; or in turns, where a host of varying speed is the bottleneck."""
+        """Measure calls one after the other, or in turns if a host of varying speed is the bottleneck."""
         if in_turns:
             self.compare(case, mode, calls, rounds=HOST_ROUNDS, calls_a_turn=HOST_CALLS_A_TURN)
         else:
@@ -194,7 +194,7 @@ class Suite:
         rounds: int,
         calls_a_turn: int = CALLS_A_TURN,
     ) -> None:
-        """Measure calls that differ by little, or that a host of varying speed launches: in turn, the ratio the median."""
+        """Measure calls in turns and take the median ratio, for small differences or a host of varying speed."""
         clock = partial(_gpu_time, num_calls=calls_a_turn) if self.device == "cuda" else _processor_time
         times = torch.tensor(measure_in_turn(list(calls.values()), rounds=rounds, clock=clock))
         ratios = (times / times[0]).median(dim=1).values.tolist()
@@ -228,7 +228,7 @@ def versions(device: str) -> dict[str, str]:
 
 @contextmanager
 def keeping_rows(path: Path) -> Iterator[None]:
-    """Append every row to `path` as soon as it is measured: an interrupted run loses nothing."""
+    """Append every row to `path` as soon as it is measured, so an interrupted run loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
     token = _partial.set(path)
@@ -248,7 +248,7 @@ def _formatted(row: Row) -> dict[str, str]:
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
-    """Write the rows, all or nothing."""
+    """Write all rows or none."""
     records = [_formatted(row) for row in rows]
     if not records:
         raise ValueError("rows must hold at least one measurement, got none")

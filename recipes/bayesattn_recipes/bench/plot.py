@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from bayesattn.plots.style import COLORS
 from bayesattn_recipes.bench.harness import Row
 
-# of logarithmic axes, which would show powers of ten
+# ticks of logarithmic axes, which would otherwise show powers of ten
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
@@ -24,7 +24,7 @@ def plot_ratios(rows: Sequence[Row]) -> Figure:
         ax.barh(range(len(shown)), [row.ratio for row in shown], color=colors)
         ax.set_yticks(range(len(shown)), [f"{row.case}  {row.provider}" for row in shown], fontsize=8)
         for position, row in enumerate(shown):
-            # right of the line at 1, which would cross the number of a shorter bar
+            # right of the line at 1, which would otherwise cross the number of a shorter bar
             ax.text(max(row.ratio, 1.0), position, f" {row.ratio:.2f}", va="center", fontsize=8)
         ax.invert_yaxis()
         if max(row.ratio for row in shown) > 3.0:

@@ -29,7 +29,7 @@ from bayesattn_recipes.bench.harness import Row, Suite, recorded
 Mode = Literal["plain", "compiled", "recorded"]
 MODES: tuple[Mode, ...] = ("plain", "recorded", "compiled")
 VARIANTS: tuple[Variant, ...] = ("BAM-NOKL", "BAM-WC")
-# turns, and steps in each
+# turns, and steps per turn
 ROUNDS, STEPS_PER_TURN = 9, 2
 VOCABULARY = 30_000
 
@@ -45,7 +45,7 @@ class Case:
         batch: Examples.
         length: Tokens.
         padding: Tokens missing at the end of every second example.
-        modes: In which modes it is timed on a GPU. Compiling takes up to a minute per model.
+        modes: The modes in which it is timed on a GPU. Compiling takes up to a minute per model.
     """
 
     name: str
@@ -133,7 +133,7 @@ def _run_case(suite: Suite, case: Case, modes: list[Mode]) -> None:
         compiler = "inductor" if mode == "compiled" else None
         steps = {name: training_step(model, inputs, compiler=compiler) for name, model in models.items()}
         if mode == "recorded":
-            # during capture transformers cannot inspect a mask, and makes one of ones where it was given none
+            # during capture transformers cannot inspect a mask, and makes one of ones if none was given
             quiet = mock.patch("transformers.masking_utils.is_tracing", return_value=False)
             with nullcontext() if case.padding else quiet:
                 steps = {name: recorded(step) for name, step in steps.items()}

@@ -1,4 +1,4 @@
-"""One optimizer step as a call, for benchmarks: forward and backward pass, clipping and Adam, all of it on the device."""
+"""One optimizer step as a call, for benchmarks: forward and backward pass, clipping and Adam, all on the device."""
 
 from collections.abc import Callable
 

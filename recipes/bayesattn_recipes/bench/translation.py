@@ -65,9 +65,9 @@ def measure_costs(
 
     Args:
         configs: By name, all with one `decoder_mode`, each timed in its own precision; ratios are to the first.
-        num_sentences: Of the batch.
+        num_sentences: Sentences of the batch.
         length: Tokens of every sentence.
-        vocabulary_size: Tokens.
+        vocabulary_size: Tokens of the vocabulary.
         device: `cpu` or `cuda`.
         rounds: Turns of every config.
     """
@@ -79,7 +79,7 @@ def measure_costs(
         calls[name] = training_step(model, batch, config.training.precision)
     decoder_mode = next(iter(configs.values())).decoder_mode
     mode = "train step" if decoder_mode == "eager" else f"train step, {decoder_mode}"
-    # on a CPU one thread, its processor time, in turn: neither drift nor other programs enter the ratios
+    # on a CPU: the processor time of one thread, in turns, so neither drift nor other programs affect the ratios
     with one_thread():
         suite.compare(f"{num_sentences} x {length} tokens", mode, calls, rounds=rounds)
     return suite.rows

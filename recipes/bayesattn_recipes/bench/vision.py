@@ -40,12 +40,12 @@ class Case:
         model: `MCAN` or `Att2in`.
         config: First part of the configs' names.
         batch: Questions or captions; five captions share an image.
-        words: Of a question, or of a caption with its end.
-        regions: Of an image.
-        features: Of a region.
+        words: Words of a question, or of a caption with its end.
+        regions: Regions of an image.
+        features: Features of a region.
         vocabulary: Size of the vocabulary.
         answers: Classes of MCAN.
-        settings: Of the config, as on the command line.
+        settings: Settings of the config, as on the command line.
     """
 
     model: str
@@ -104,7 +104,7 @@ def recipe_step(experiment: Experiment, training: TrainingConfig, precision: Pre
 
 
 def whole_step(experiment: Experiment, training: TrainingConfig, device: str) -> Callable[[], None]:
-    """Return a call that makes one optimizer step with all of its work on the device: nothing in it waits for the device."""
+    """Return a call that makes one optimizer step with all of its work on the device; it never waits for the device."""
     found = experiment.collate(torch.arange(training.batch_size))
     batch = {name: value.to(device) for name, value in experiment.pad(found).items()}
     model = experiment.model.to(device).train()
@@ -147,7 +147,7 @@ def _att2in(case: Case, suffix: str) -> tuple[Experiment, TrainingConfig]:
 
 
 def _texts(case: Case, length: int, *, at_least: int) -> list[str]:
-    """Return sentences of one length that hold every word of the vocabulary but the two reserved ones."""
+    """Return sentences of one length that hold every word of the vocabulary except the two reserved ones."""
     words = cycle(f"word{index}" for index in range(case.vocabulary - 2))
     count = max(at_least, -(-(case.vocabulary - 2) // length))
     return [" ".join(islice(words, length)) for _ in range(count)]

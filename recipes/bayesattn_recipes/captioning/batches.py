@@ -1,7 +1,8 @@
 """Captions as numbers, and batches of them: words, the regions of their images, and the words to predict.
 
-A batch has the length of its longest caption, as many regions as its largest image, and logits for words that exist. On a
-GPU a training step is recorded once for every shape of batch, and such batches have too many: `pad_batch` gives them few.
+A batch has the length of its longest caption, the regions of its largest image, and logits for words that exist. On a
+GPU a training step is recorded once for every shape of batch, and such batches have too many shapes: `pad_batch` reduces
+them to a few.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from bayesattn_recipes.captioning.vocabulary import BOUNDARY, UNKNOWN, Vocabular
 
 # target of a step without a word to predict: torch's cross-entropy and its gradient are 0 there
 NO_TARGET = -100
-# images, and regions where images have different numbers of them, are rounded up to multiples of these; five captions per
-# image make batches of 50 or 250 captions multiples already
+# images, and regions if their number differs between images, are rounded up to multiples of these; with five captions per
+# image, batches of 50 or 250 captions are multiples already
 IMAGE_MULTIPLE, REGION_MULTIPLE = 5, 16
 # words to predict are rounded up to a multiple of this share of all steps: a batch of many captions is always close to
 # the same share, and logits of steps without a word would cost as much as the others
@@ -32,7 +33,7 @@ class EncodedCaptions:
         words: Words of each caption, with a boundary after the last; boundaries fill the rest.
         lengths: Words and their boundary.
         images: Which image of the split each caption is about; captions of an image are consecutive.
-        num_skipped: Captions left out because they hold no known word.
+        num_skipped: Captions left out because they contain no known word.
     """
 
     words: Int[Tensor, "c t"]
@@ -69,8 +70,8 @@ def make_batch(
 ) -> dict[str, Tensor]:
     """Return the arguments of `Att2in.forward` for these captions, and `targets`, the words at its `positions`.
 
-    The features of an image come once, however many of its captions are in the batch. Lengths are turned into positions
-    here, on the host, so that nothing waits for the device later.
+    The features of an image appear once, however many of its captions are in the batch. Lengths are turned into positions
+    here, on the host, so nothing waits for the device later.
     """
     images, image_rows = captions.images[indices].unique(return_inverse=True)
     regions, region_mask = data.regions.gather(split.rows[images])
@@ -89,7 +90,7 @@ def make_batch(
 
 
 def pad_batch(batch: dict[str, Tensor], num_steps: int) -> dict[str, Tensor]:
-    """Return a batch of the same likelihood in one of few shapes.
+    """Return a batch of the same likelihood, padded to one of a few shapes.
 
     All captions get the same number of steps. Steps after an end fill up the positions, without a target. Padding images
     have one existing region each, so that nothing divides by zero, and no caption.

@@ -1,4 +1,4 @@
-"""The LSTM cell of Att2in, whose candidates compete (Rennie et al., 2017)."""
+"""The LSTM cell of Att2in, with competing candidates (Rennie et al., 2017)."""
 
 import torch
 from jaxtyping import Float

@@ -39,8 +39,8 @@ class CaptionSplit:
 
     Attributes:
         names: Names of the images.
-        captions: The sentences about each, as they were written.
-        rows: Where each image is in the data set's regions.
+        captions: The sentences about each, as written.
+        rows: Position of each image in the data set's regions.
     """
 
     names: list[str]
@@ -58,7 +58,7 @@ class CaptionData:
     Attributes:
         splits: `train`, `validation` and `test`.
         regions: Features of the regions of all images.
-        images: The pictures, by name, where available; None where there are only features.
+        images: The pictures, by name, if available; None if there are only features.
     """
 
     splits: dict[str, CaptionSplit]
@@ -79,7 +79,7 @@ def load_data(name: DatasetName, data: Path | None = None) -> CaptionData:
     """Load a data set.
 
     Args:
-        name: Which.
+        name: Name of the data set.
         data: The folder of all data sets; the generated one needs none.
     """
     if name == "shapes":
@@ -140,7 +140,7 @@ def pair(
     """Match captions and features by the names of their images.
 
     Raises:
-        ValueError: An image is without captions or without features, or in two splits.
+        ValueError: An image has no captions or no features, or is in two splits.
     """
     everywhere = [name for split in SPLITS for name in names[split]]
     if len(set(everywhere)) != len(everywhere):
@@ -176,7 +176,7 @@ class BottomUpFolder(NpzFolder):
     """Bottom-up features as self-critical.pytorch keeps them: `IMAGE_ID.npz` with `feat` (regions, channels).
 
     Args:
-        folder: Where the files are.
+        folder: Folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:

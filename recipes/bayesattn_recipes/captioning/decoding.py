@@ -21,7 +21,7 @@ class Captions:
 
     Attributes:
         words: Numbers of the words; boundaries after the end.
-        log_prob: ln of the probability of the words and, where the caption ended by itself, of its end.
+        log_prob: ln of the probability of the words and, if the caption ended by itself, of its end.
     """
 
     words: Int[Tensor, "b t"]
@@ -46,7 +46,7 @@ def beam_search(
         region_mask: True for regions that exist.
         num_beams: Captions kept after each word; 1 is greedy.
         max_length: Words of a caption, at most.
-        length_penalty: Captions compete by ln p / (words and end)^length_penalty: 0 by probability, 1 by its mean per word.
+        length_penalty: Captions compete by ln p / (words and end)^length_penalty: 0 uses ln p itself, 1 its mean per word.
     """
     check_sizes(num_beams, max_length)
     num_images, device = len(regions), regions.device

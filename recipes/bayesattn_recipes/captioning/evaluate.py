@@ -53,7 +53,7 @@ class CaptioningPredictor:
         return ["mean", *([drawn] if drawn else [])]
 
     def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, tuple[CaptionSplit, float]]:
-        """Return the validation and test captions, the latter also with noise of these strengths on the features."""
+        """Return the validation and test captions, the test captions also with noise of these strengths on the features."""
         if any(not 0.0 <= strength < float("inf") for strength in noise):
             raise ValueError(f"noise must be finite numbers of at least 0, got {noise!r}")
         test = self.images.splits["test"]
@@ -94,7 +94,7 @@ class CaptioningPredictor:
                 steps = inputs["words"].shape[1]
                 maps["prior"].append(prior.repeat_interleave(steps, dim=0)[batch["positions"]])
         probabilities = {method: torch.cat(parts, dim=1) for method, parts in samples.items()}
-        # boxes of a detector differ from image to image: only a grid can be drawn by the report
+        # a detector's boxes differ from image to image: the report can draw only a grid
         if not with_attention or self.images.regions.grid is None:
             return SplitPredictions(probabilities, torch.cat(labels))
         return SplitPredictions(
@@ -112,7 +112,7 @@ predict_run = PredictRun(lambda folder, data: CaptioningPredictor(*load_run(fold
 def _pictures(
     data: CaptionData, names: Sequence[str], lengths: Int[Tensor, " c"]
 ) -> UInt8[Tensor, "n height width 3"] | None:
-    """Return the picture of every word, where pictures are available and of one size."""
+    """Return the picture of every word, if pictures are available and of one size."""
     if data.images is None:
         return None
     found = [data.picture(name) for name in names]

@@ -69,7 +69,7 @@ def find_subject(
 ) -> Subject:
     """Find the picture and its features.
 
-    Features of the generated world are computed from any picture. Those of photos come from files, where they are found
+    Features of the generated world are computed from any picture. Those of photos come from files, in which they are found
     by the file name of the picture.
 
     Args:
@@ -91,8 +91,8 @@ def find_subject(
     name = find_name(path.name, regions.names)
     if name is None:
         raise ValueError(
-            f"image {image!r} has no features here. Choose one of the {len(regions)} images that have, or give a file of "
-            "`bayesattn features` with this one (--features)"
+            f"image {image!r} has no features here. Choose one of the {len(regions)} images that have some, or give a file "
+            "of `bayesattn features` with this one (--features)"
         )
     row = regions.names.index(name)
     values, mask = regions.gather(torch.tensor([row]))
@@ -199,7 +199,7 @@ def draw(
 
 
 def method_of(model: Att2in) -> str | None:
-    """Return what can be drawn from a model: its `attention`, or else its `dropout` masks, or nothing."""
+    """Return what can be drawn from a model: its `attention`, else its `dropout` masks, else nothing."""
     if any(config.is_stochastic for config in (getattr(module, "config", None) for module in model.modules()) if config):
         return "attention"
     return "dropout" if model.dropout.p > 0.0 else None
@@ -210,7 +210,7 @@ def prior_weights(
     model: Att2in, regions: Float[Tensor, "b n f"], region_mask: Bool[Tensor, "b n"] | None = None
 ) -> Float[Tensor, "b n"] | None:
     """Return Ψ over the regions of each image, or None without a contextual prior."""
-    # the prior is computed only where a KL is needed
+    # the prior is computed only if a KL is needed
     with record_kl():
         found = model.look(regions, region_mask).prepared[1]
     return None if found is None else found.flatten(1, 2).squeeze(1).exp()

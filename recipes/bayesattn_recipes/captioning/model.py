@@ -6,8 +6,8 @@
     c_t   = f ⊙ c_{t−1} + i ⊙ g,    h_t = o ⊙ tanh(c_t)
 
 The attention is an argument, so soft, hard, Gaussian and Bayesian attention are the same code. An image with five captions
-is embedded and projected once; each caption then takes its image's rows. Where the words are known beforehand and the
-attention allows it, the noise of all steps is drawn before the first, KL and choices are found after the last.
+is embedded and projected once; each caption then takes its image's rows. If the words are known beforehand and the
+attention allows it, the noise of all steps is drawn before the first, and KL and choices are found after the last.
 
 With exact marginal attention (Deng et al., 2018) the region behind a word is a hidden variable: the word's probability is
 Σ_j p_j p(y_t | h_t with a_t = v_j), where p_j are the weights of soft attention. States still see the mean of the regions.
@@ -37,7 +37,7 @@ class Image:
     prepared: tuple[Any, ...]
 
     def select(self, rows: Int[Tensor, " c"]) -> "Image":
-        """Return the images of these rows, as often as they occur; no row number is checked on the host."""
+        """Return the images of these rows, repeated as they occur; row numbers are not checked on the host."""
         prepared = tuple(None if part is None else part.index_select(0, rows) for part in self.prepared)
         return Image(self.keys.index_select(0, rows), self.mask.index_select(0, rows), prepared)
 
@@ -58,7 +58,7 @@ class Att2in(nn.Module):
     """Captions from image regions.
 
     Args:
-        attention: Soft, Bayesian or a rival's, as `baselines.build_step_attention` makes it; its queries and keys have
+        attention: Soft, Bayesian or a rival's, from `baselines.build_step_attention`; its queries and keys have
             `width` features.
         vocabulary: The words; kept as a buffer, so that a checkpoint is complete.
         feature_dim: Features of an image region.
@@ -103,12 +103,12 @@ class Att2in(nn.Module):
         return Image(keys, mask, self.attention.prepare(keys, mask))
 
     def start(self, keys: Float[Tensor, "c n d"]) -> State:
-        """Return the state before the first word: zeros, in the dtype of the parameters whatever the autocast."""
+        """Return the state before the first word: zeros, in the dtype of the parameters whatever the autocast dtype."""
         zeros = torch.zeros(len(keys), self.head.in_features, device=keys.device, dtype=self.head.weight.dtype)
         return zeros, zeros
 
     def read(self, words: Int[Tensor, "c *t"]) -> Float[Tensor, "c *t five_d"]:
-        """Return the words' share of the gate sums, for all steps at once where they are known."""
+        """Return the words' share of the gate sums, for all steps at once if they are known."""
         return self.word_proj(self.dropout(torch.relu(self.word_embed(words))))
 
     def step(
@@ -170,7 +170,7 @@ class Att2in(nn.Module):
             region_mask: True for regions that exist; all if None.
             image_rows: Which image each caption is about; the first caption is about the first image if None.
             lengths: Steps of each caption; steps after its end have no KL.
-            positions: Steps wanted, as places in the flattened `c t`; the result is then `p v`, else `c t v`.
+            positions: Steps to return, as positions in the flattened `c t`; the result is then `p v`, else `c t v`.
             need_weights: Whether to return weights.
         """
         image = self.look(regions, region_mask)
@@ -231,7 +231,7 @@ class Att2in(nn.Module):
     def _unroll_planned(
         self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
     ) -> Unrolled:
-        """Return the same with all noise drawn first and KL and choices recorded last, of steps up to a caption's end."""
+        """Return the same with all noise drawn first; KL and choices, of steps up to a caption's end, are recorded last."""
         attention, (projected, prior) = self.attention, image.prepared
         bias = attention.plan_bias(image.mask, reads.shape[1])
         noise = attention.plan_context(image.keys, reads.shape[1])

@@ -12,7 +12,7 @@ GROUPS = {
     "Flickr8k, greedy search": ("captioning.csv", "flickr8k", "greedy search", "2 / 2"),
     "Flickr8k, 5 beams": ("captioning.csv", "flickr8k", "5 beams", "2 / 2"),
 }
-# of equally many settings for every kind
+# the same number of settings for every kind
 SEARCHED = "shapes, 3 beams"
 # rivals without a search of their settings
 NOT_TUNED = ("hard (REINFORCE)", "Gaussian context")

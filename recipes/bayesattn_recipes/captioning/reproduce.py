@@ -86,18 +86,18 @@ def reproduce(
     search: bool = False,
     jobs: int = 1,
 ) -> Path:
-    """Train and measure what is missing, and write `captioning.md` and `captioning.csv`; returns the path of the former.
+    """Train and measure what is missing, and write `captioning.md` and `captioning.csv`; return the path of the `.md` file.
 
     Args:
         names: Data sets; None takes those available.
-        variants: Keys of `VARIANTS`; None takes all that a data set has.
+        variants: Keys of `VARIANTS`; None takes all of a data set.
         num_seeds: Runs per variant.
         data: The folder of the data sets.
         out: Folder for the runs and the tables; finished runs in it are not repeated.
         console: Where to print.
-        minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
+        minutes: No run begins later than this; the tables cover the finished runs, and the same call continues later.
         settings: `name=value` on top of every config.
-        search: Compare kinds of attention with settings chosen from equally many (`tuned.py`); of shapes unless named.
+        search: Compare kinds of attention, each with the same number of settings (`tuned.py`); on shapes unless named.
         jobs: Runs of a search at the same time, each in a process of its own.
     """
     if search:
@@ -169,7 +169,7 @@ class CaptioningRuns:
 
 
 def score_cells(cells: Cells, data: CaptionData, folder: Path, dataset: str) -> dict[str, Cells]:
-    """Return the scores of all captions, by search; scores by the same tools are read from the folder."""
+    """Return the scores of all captions, by search; scores from the same tools are read from the folder."""
     references = data.splits["test"].captions
     found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for variant, by_seed in cells.items():

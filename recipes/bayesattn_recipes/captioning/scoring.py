@@ -1,7 +1,7 @@
 """How good captions are: BLEU-1 to 4, CIDEr, ROUGE-L and METEOR against several references per image, all in percent.
 
 The measures are those of the COCO server (`pycocoevalcap`, the extra `captioning`). METEOR and the Penn Treebank tokenizer
-in front of all measures are Java programs. Whatever is missing is left out with its reason, and the result names the
+in front of all measures are Java programs. What cannot be computed is left out with the reason, and the result names the
 tokenizer, because numbers from different tokenizers cannot be compared.
 """
 
@@ -28,8 +28,8 @@ class Scores:
     """Measures of one set of captions.
 
     Attributes:
-        values: By measure, in percent.
-        skipped: By measure that could not be computed, why.
+        values: Values by measure, in percent.
+        skipped: Reasons, by measure, why it could not be computed.
         tokenizer: `PTB` (the COCO server's) or `plain` (`vocabulary.tokenize`).
     """
 
@@ -49,7 +49,7 @@ def has_java() -> bool:
 
 
 def tools() -> str:
-    """Return the tools that `score` uses here, on which its results depend: `java`, `package` or `bleu`."""
+    """Return the tools that `score` uses here, because its results depend on them: `java`, `package` or `bleu`."""
     return "bleu" if not has_package() else "java" if has_java() else "package"
 
 
@@ -58,8 +58,9 @@ class CorpusBleu:
 
         BLEU = exp(min(0, 1 − r/c)) · (Π_n p_n)^(1/order)
 
-    with p_n the share of n-grams that are found in a reference, each as often as it is there, c the words of all captions
-    and r those of the references closest to them in length, the shorter of two (as on the COCO server).
+    with p_n the share of n-grams that are found in a reference, each counted at most as often as it occurs there, c the
+    words of all captions and r those of the references closest to them in length, the shorter of two (as on the COCO
+    server).
 
     Args:
         references: At least one for each caption.
@@ -110,11 +111,12 @@ def score(captions: Sequence[str], references: Sequence[Sequence[str]], *, use_j
     Args:
         captions: One per image.
         references: At least one for each of them.
-        use_java: False leaves out what needs Java and takes the plain tokenizer; None uses Java if it is installed.
+        use_java: False leaves out what needs Java and uses the plain tokenizer; None uses Java if it is installed.
     """
     if not captions or len(captions) != len(references):
         raise ValueError(
-            f"captions and references must have equally many entries, at least 1, got {len(captions)} and {len(references)}"
+            "captions and references must have the same number of entries, at least 1, "
+            f"got {len(captions)} and {len(references)}"
         )
     empty = [index for index, found in enumerate(references) if not any(map(tokenize, found))]
     if empty:

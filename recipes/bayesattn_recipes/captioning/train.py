@@ -49,7 +49,7 @@ class CaptioningConfig:
         width: Features of words, regions and states.
         attention_dim: Width of the attention's tanh layer.
         dropout: On words, regions and states.
-        min_count: How often a word must occur in the training captions to be known.
+        min_count: Occurrences in the training captions that make a word known.
         max_length: Words of a caption; longer ones are cut.
         learning_rate: Adam's, at first.
         learning_rate_decay: Factor of the learning rate after every `decay_epochs`.
@@ -57,7 +57,7 @@ class CaptioningConfig:
         clip_value: Largest absolute value of a gradient's entry; None does not clip.
         num_beams: Beams of the captions that are scored; 1 is greedy search, the paper's.
         length_penalty: Length penalty of the beam search.
-        decoder_mode: `auto` records training steps as CUDA graphs, one for every shape of batch, where one process trains on
+        decoder_mode: `auto` records training steps as CUDA graphs, one for every shape of batch, if one process trains on
             a GPU and the noise of all words can be drawn before the first (soft, BAM, hard with REINFORCE, noise on the
             context); `eager` never does. Both compute the same.
     """
@@ -137,7 +137,7 @@ class CaptioningExperiment(Experiment):
         return make_batch(self.data, self.data.splits["train"], self.train, indices)
 
     def pad(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with as many steps as the longest caption has."""
+        """Return the batch padded to the number of steps of the longest caption."""
         return pad_batch(batch, self.train.words.shape[1])
 
     def num_labels(self, batch: dict[str, Tensor]) -> int:
@@ -235,7 +235,7 @@ def load_run(folder: Path) -> tuple[CaptioningConfig, Att2in]:
         vocabulary = Vocabulary.from_tensor(tensors["vocabulary_bytes"])
         feature_dim = tensors["region_embed.weight"].shape[1]
     except (KeyError, ValueError) as error:
-        raise RunError(f"{folder / CHECKPOINT_FILE} is not of a captioning model: {error}") from None
+        raise RunError(f"{folder / CHECKPOINT_FILE} does not belong to a captioning model: {error}") from None
     model = build_model(config, vocabulary, feature_dim)
     runs.load_parameters(folder, model)
     return config, model

@@ -18,7 +18,7 @@ from bayesattn_recipes.common.search import Key, Kind
 from bayesattn_recipes.common.tables import Column
 
 _DROPOUTS = ("dropout", (0, 0.1, 0.2, 0.3))
-# soft attention whose dropout of weights has a rate of its own
+# soft attention with its own dropout rate for the weights
 _SOFT = ("attention.variant=mc-dropout",)
 # the eighth is the paper's own (App. C.3)
 _PAPER = ("attention.weibull_k=10", "attention.gamma_beta=1e-6")

@@ -1,4 +1,4 @@
-"""Arrays from files of other programs: without pickle, and with a ValueError for anything that is wrong with them."""
+"""Read arrays written by other programs: no pickle, and a ValueError for anything wrong with them."""
 
 import io
 import lzma
@@ -18,7 +18,7 @@ _BROKEN = (
 
 
 def read_npz(path: Path, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Return the arrays `names` of an npz file, and those of `optional` that are there.
+    """Return the arrays `names` of an npz file, and those of `optional` that it has.
 
     Raises:
         ValueError: The file is missing, broken, or lacks an array.
@@ -54,7 +54,7 @@ def check_numbers(array: np.ndarray, num_dimensions: int, what: str) -> np.ndarr
 
     Args:
         array: From a file.
-        num_dimensions: How many it must have.
+        num_dimensions: Number of dimensions required.
         what: The array in words, for the error.
     """
     if array.ndim != num_dimensions or array.dtype.kind not in "biuf":

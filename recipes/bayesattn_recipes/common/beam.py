@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 # steps between two checks of the device for finished sentences
 CHECK_EVERY = 4
-# finished sentences leave the batch when at most this share is left
+# finished sentences leave the batch when at most this share is unfinished
 LEAVE_BELOW = 0.75
 
 # (last tokens, state) → (ln p of every next token, new state); the state is a tree of tensors, batch and hypotheses first
@@ -76,15 +76,15 @@ def beam_search(
 
     Args:
         next_log_probs: The model.
-        state: Its state before the first step, with `beam` equal hypotheses of every sentence.
+        state: Its state before the first step, with `beam` equal hypotheses per sentence.
         marks: The special tokens.
-        batch: Sentences.
+        batch: Number of sentences.
         beam: Hypotheses kept at every step.
-        max_length: Tokens of the longest hypothesis, its end token included; the last may only be that.
+        max_length: Tokens of the longest hypothesis, including its end token; the last token may only be that.
         penalty: The power a; 0 compares plain log-probabilities.
         num_best: Hypotheses returned; the search ends when no living one can still be among them.
         device: Device of the state.
-        narrow: Returns the model for some sentences of the batch; where it is given, finished sentences leave the batch.
+        narrow: Returns the model for some sentences of the batch; if given, finished sentences leave the batch.
     """
     if num_best < 1 or penalty < 0.0:
         raise ValueError(f"num_best must be at least 1 and penalty at least 0, got {num_best} and {penalty}")
@@ -136,7 +136,7 @@ def steady_beam_search(
 ) -> Hypotheses:
     """Return the best hypothesis of every sentence, and its ln p without a penalty; arguments as for `beam_search`.
 
-    `max_length` counts words; a hypothesis that reaches it needs no end.
+    `max_length` counts words; a hypothesis that reaches it needs no end token.
     """
     tokens, last, scores = _begin(marks, batch, beam, max_length, device)
     has_ended = torch.zeros(batch, beam, dtype=torch.bool, device=device)

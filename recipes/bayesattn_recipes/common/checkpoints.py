@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last two, each checked when it is read, and refused for another run."""
+"""The last two checkpoints of a run: each is checked when read, and refused if it belongs to another run."""
 
 import itertools
 import warnings
@@ -51,10 +51,10 @@ class Checkpoints:
         return self.run / FAILURE_FILE
 
     def load(self) -> dict[str, Any] | None:
-        """Return the newest state that can be read, or None where there is no checkpoint; warn about damaged ones.
+        """Return the newest state that can be read, or None if there is no checkpoint; warn about damaged ones.
 
         Raises:
-            RunError: The state is of another run, or no checkpoint can be read.
+            RunError: The state belongs to another run, or no checkpoint can be read.
         """
         for folder in (self.run, self.folder):
             remove_leftovers(folder)
@@ -86,7 +86,7 @@ class Checkpoints:
 
 
 def check_identity(run: Path, found: Any, wanted: dict[str, Any]) -> None:
-    """Raise, naming the differences, if the run in the folder is not the one to be continued."""
+    """Raise an error that names the differences if the run in the folder is not the one to continue."""
     before, now = dict(leaves(comparable(found))), dict(leaves(comparable(wanted)))
     names = [name for name in {**before, **now} if name not in FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name) or (name in before) != (name in now)]
@@ -100,7 +100,7 @@ def check_identity(run: Path, found: Any, wanted: dict[str, Any]) -> None:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of everything in nested dictionaries; tuples count as the lists that JSON makes of them."""
+    """Yield (dotted name, value) of everything in nested dictionaries; tuples count as lists, as in JSON."""
     if isinstance(value, dict):
         pairs = ((f"{name}.{key}" if name else str(key), item) for key, item in value.items())
         yield from itertools.chain.from_iterable(leaves(item, inner) for inner, item in pairs)

@@ -25,7 +25,7 @@ from bayesattn_recipes.baselines import AttentionChoice
 
 Config = TypeVar("Config")
 
-# for every config class: no unknown keys, no conversion except of integers to floats, neither infinity nor NaN
+# for every config class: no unknown keys, no conversion except integers to floats, no infinity or NaN
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Class = TypeVar("Class", bound=type)
@@ -40,7 +40,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def config_class(cls: Class) -> Class:
-    """Make a frozen dataclass whose fields pydantic checks, by their annotations, however it is built."""
+    """Make a frozen dataclass; pydantic checks its fields against their annotations, however it is built."""
     return pydantic.dataclasses.dataclass(frozen=True, config=STRICT)(cls)  # type: ignore[return-value]  (the class that went in)
 
 
@@ -48,12 +48,12 @@ _OF_RIVALS = {field.name for field in dataclasses.fields(AttentionChoice)} - {
     field.name for field in dataclasses.fields(AttentionConfig)
 }
 
-# bytes of a config; the longest of the library has 1,500, and parsing takes a second per 100,000
+# size limit of a config in bytes; the library's longest has 1,500, and parsing takes one second per 100,000
 CONFIG_LIMIT = 2**16
 
 
 class _ConfigLoader(yaml.SafeLoader):
-    """YAML's safe loader without aliases, which can make a few lines fill the memory, and without duplicate keys."""
+    """YAML's safe loader without duplicate keys, and without aliases, with which a few lines can fill the memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -77,7 +77,7 @@ _ConfigLoader.add_implicit_resolver(
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text: plain values, lists and mappings, each written out."""
     try:
-        # the class is a safe loader: it makes nothing but plain values
+        # the class is a safe loader: it builds only plain values
         return yaml.load(text, _ConfigLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -88,9 +88,9 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"a value does not match its tag: {error}") from None
 
 
-# the key of a config file that names another one
+# the key of a config file that names its base
 BASE = "base"
-# a message with more names than this is not read
+# a message with more names than this is too long to read
 MOST_SHOWN = 8
 
 
@@ -106,7 +106,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def find_config(name: str, folder: Path) -> Path:
-    """Return the path of a config given by its name in `folder`, or by a path of its own."""
+    """Return the path of a config given by its name in `folder`, or by its path."""
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name in names:
         return folder / f"{name}.yaml"
@@ -120,7 +120,7 @@ def find_config(name: str, folder: Path) -> Path:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error message shows it: on one line, and not longer than a line."""
+    """Return a value as an error message shows it: on one line, shortened if it is long."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 80
     return short.repr(value)
@@ -154,7 +154,7 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
 def read_config(cls: type[Config], name: str, folder: Path, settings: Sequence[str] = ()) -> Config:
     """Read a config by its name in `folder` or by its path, with `name=value` settings on top.
 
-    A file with `base: NAME` takes all values that it does not set from that config of the folder.
+    A file with `base: NAME` takes the values it does not set from that config in the folder.
     """
     path = find_config(name, folder)
     return build_config(cls, override(with_base(load_yaml(path), folder, path.name), settings), path.name)
@@ -185,7 +185,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> Config:
-    """Build a (nested) dataclass from plain values; its fields are checked by pydantic, strictly.
+    """Build a (nested) dataclass from plain values; pydantic checks its fields strictly.
 
     Args:
         cls: The dataclass.
@@ -193,11 +193,11 @@ def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> 
         where: The file of the values, for the error.
 
     Raises:
-        ValueError: A key is unknown, or a value has another type or lies outside its range.
+        ValueError: A key is unknown, or a value has the wrong type or is out of range.
     """
     prefix = f"{where}: " if where else ""
     try:
-        # as JSON, for which strict pydantic accepts lists as tuples and mappings as dataclasses, and nothing else
+        # as JSON: strict pydantic then accepts lists as tuples and mappings as dataclasses, but nothing else
         text = json.dumps({"value": _plain(values)})
         return _holder(cls).model_validate_json(text).value  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -212,7 +212,7 @@ def build_config(cls: type[Config], values: dict[str, Any], where: str = "") -> 
 
 @functools.cache
 def _holder(cls: type) -> type[BaseModel]:
-    """Return a model around a dataclass: dataclasses of the standard library in it are checked as strictly as it is."""
+    """Return a pydantic model around a dataclass, so standard-library dataclasses inside it are checked as strictly."""
     return create_model("Holder", __config__=STRICT, value=(cls, ...))
 
 
@@ -226,12 +226,10 @@ def _plain(value: Any, name: str = "") -> Any:
         return value
     if isinstance(value, int) and abs(value) < 2**63:
         return value
-    raise ValueError(
-        f"{shown_name(name)} must be a number of 64 bits, text, true, false, null, or a list, got {shown(value)}"
-    )
+    raise ValueError(f"{shown_name(name)} must be a 64-bit number, text, true, false, null, or a list, got {shown(value)}")
 
 
-# what a value must be, by the type of pydantic's error
+# what a value must be, by pydantic's error type
 _REQUIRED = {
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",
@@ -250,7 +248,7 @@ _REQUIRED = {
 
 
 def _explain(cls: type, error: Any) -> str:
-    """Return one of pydantic's errors in one line."""
+    """Return one of pydantic's errors as one line."""
     kind, place, context = error["type"], [str(part) for part in error["loc"][1:]], error.get("ctx", {})
     name = shown_name(".".join(place))
     if kind == "value_error":
@@ -272,7 +270,7 @@ def _names_at(cls: Any, place: Sequence[str]) -> list[str]:
 
 
 def comparable(values: Any) -> Any:
-    """Return the values of a config without the settings of rivals where its attention is not a rival.
+    """Return the values of a config, without the settings of rivals if its attention is not a rival.
 
     There they have no effect, and runs from before a recipe had rivals lack them.
     """

@@ -1,4 +1,4 @@
-"""The runs of a demo: as many at a time as there are cores, and the console says which."""
+"""The runs of a demo: one per core at a time, and the console shows which."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ def run_side_by_side(
     """Call `function(*arguments)` for every entry; each call computes with one thread and writes its own files.
 
     Args:
-        function: Of a module, which other processes can import.
+        function: A function of a module, which other processes can import.
         work: Arguments by name; the names are shown.
         console: Where to show progress.
         on_end: Called with the name of an entry that has finished or failed.

@@ -1,4 +1,4 @@
-"""Doubt in closed form for models of the recipes: noise for soft attention, and the predictions that have most doubt."""
+"""Doubt in closed form for models of the recipes: noise for soft attention, and the most doubtful predictions."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @contextmanager
 def with_noise(model: Model) -> Iterator[Model]:
-    """Give a model's soft attention noise while the scope is open; attention with noise of its own keeps it."""
+    """Add noise to a model's soft attention while the scope is open; attention with noise of its own keeps it."""
     parts = [part for part in model.modules() if isinstance(part, BayesianModule) and not part.config.is_stochastic]
     before = [part.config for part in parts]
     try:

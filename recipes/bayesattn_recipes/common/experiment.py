@@ -27,10 +27,10 @@ class TrainingConfig:
         keep: `last`, or the metric of `Experiment.validate` whose best epoch gives the run its parameters.
         keep_mode: Whether the best value of `keep` is the smallest or the largest.
         patience: Epochs without a better value of `keep` after which training stops; None never stops early.
-        noise: `generator` draws attention noise from torch's generator, for each process from its own. `keyed` makes it a
+        noise: `generator` draws attention noise from torch's generator, a separate one in each process. `keyed` makes it a
             function of (seed, step, example, call): the same whatever the number of processes.
-        on_nonfinite: What to do when the loss or a gradient is not finite: `stop` with the place named and the state before
-            the step saved, or `skip` the step and count it. The check costs one wait for the device per step.
+        on_nonfinite: What to do when the loss or a gradient is not finite: `stop`, name the place and save the state before
+            the step; or `skip` the step and count it. The check costs one wait for the device per step.
         checkpoint_steps: Optimizer steps between two checkpoints; None does not count steps.
         checkpoint_seconds: Seconds between two checkpoints; None ignores the time.
     """
@@ -75,7 +75,7 @@ class Experiment:
     is_recordable: bool = False
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
-        """Return the indices of each optimizer step of one epoch; shuffled, unless a recipe has a reason.
+        """Return the indices of each optimizer step of one epoch; shuffled, unless a recipe has a reason not to.
 
         Random choices come from `generator` alone: a resumed run calls this again for its current epoch.
         """
@@ -86,7 +86,7 @@ class Experiment:
         raise NotImplementedError
 
     def pad(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch of the same likelihood in one of few shapes; called where steps are recorded per shape."""
+        """Return a batch of the same likelihood, padded to one of a few shapes; called if steps are recorded per shape."""
         return batch
 
     def num_labels(self, batch: dict[str, Any]) -> int:
@@ -120,7 +120,7 @@ class Experiment:
         return len(rows) - 1 - last_best >= config.patience
 
     def extra_state(self) -> dict[str, Any]:
-        """Return a copy of the state of the experiment itself while it trains; called before every step.
+        """Return a copy of the experiment's own training state; called before every step.
 
         Plain values and tensors, for checkpoints.
         """

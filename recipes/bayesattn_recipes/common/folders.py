@@ -45,7 +45,7 @@ def check_run_folder(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def make_run_folder(folder: Path, *, overwrite: bool = False) -> None:
-    """Make an empty run folder; a run in it is an error, or with `overwrite` its files are removed."""
+    """Make an empty run folder. A run already in it is an error; with `overwrite`, its files are removed."""
     check_run_folder(folder, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     # run.json first: without it the rest no longer counts as a run
@@ -59,7 +59,7 @@ def make_run_folder(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed: ours, and safetensors' own, `.tmp` and six characters."""
+    """Remove temporary files left by killed writers: ours, and those of safetensors (`.tmp` and six characters)."""
     for path in folder.glob(".*"):
         is_left = path.suffix == ".part" or re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", path.name)
         if is_left and path.is_file():
@@ -83,10 +83,10 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder, created if missing, against other runs. Of a run's processes only the first calls this.
+    """Lock a folder against other runs; create it if missing. Only the first of a run's processes calls this.
 
-    The file that a crash leaves behind locks nothing. Windows and some network file systems have no such lock: there a
-    warning says so.
+    A file left behind by a crash locks nothing. Windows and some network file systems have no such lock; a warning
+    says so.
 
     Raises:
         RunError: Another run holds the folder.

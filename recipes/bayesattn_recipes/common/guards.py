@@ -30,7 +30,7 @@ def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]], forward: Calla
     """Describe where the first numbers that are not finite come from: inputs, parameters, or the output of a layer.
 
     Args:
-        model: Whose gradients are still those of the step that went wrong.
+        model: Its gradients are still those of the step that went wrong.
         batches: Batches of that step.
         forward: Runs one batch through the model again.
     """
@@ -52,7 +52,7 @@ def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]], forward: Calla
 
 
 def step_diverged(at: Position, indices: Int[Tensor, " b"], reasons: Sequence[str], loss: str) -> Diverged:
-    """Return the error of a step that was not finite.
+    """Return the error for a step that was not finite.
 
     Args:
         at: Position of the run.
@@ -69,7 +69,7 @@ def step_diverged(at: Position, indices: Int[Tensor, " b"], reasons: Sequence[st
 
 
 def refuse_nonfinite(measured: Mapping[str, float], at: Position) -> None:
-    """Raise where a validation measure is not finite.
+    """Raise if a validation measure is not finite.
 
     Args:
         measured: By name.
@@ -85,7 +85,7 @@ def refuse_nonfinite(measured: Mapping[str, float], at: Position) -> None:
 
 @contextmanager
 def _first_bad_output(model: nn.Module) -> Iterator[list[str]]:
-    """Collect, in the order of the calls, the layers whose output is not finite though their inputs are."""
+    """Collect the layers whose output is not finite although their inputs are, in the order of the calls."""
     outputs: list[str] = []
 
     def look(name: str, module: nn.Module) -> Callable[..., None]:
@@ -112,7 +112,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def detect_collapse(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return, by name, what has collapsed at the last row of a log; empty when nothing has.
+    """Return what has collapsed by the last row of a log, by name; empty if nothing has.
 
     - `train_kl`: the KL is below a thousandth of the largest so far. The posterior has become the prior, and the attention
       weights no longer depend on the input.

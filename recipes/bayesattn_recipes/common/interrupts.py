@@ -28,7 +28,7 @@ class Interrupted(KeyboardInterrupt):
 def watch_signals() -> Iterator[list[int]]:
     """Collect Ctrl-C and SIGTERM in a list; a second one ends the process at once, as usual.
 
-    Python delivers signals to the main thread only; in any other one nothing is watched.
+    Python delivers signals to the main thread only; in any other thread, nothing is watched.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -5,8 +5,8 @@ batch, what to validate. The loop does the rest. The loss of one optimizer step 
 
     loss = (Σ NLL + λ_t Σ KL) / labels                                                              (Eq. 5)
 
-with both sums over all examples of the step: every micro-batch and every process. So neither batch size, nor
-accumulation, nor the number of processes changes the weight of the KL.
+with both sums over all examples of the step: every micro-batch and every process. So the weight of the KL does not depend
+on batch size, accumulation or the number of processes.
 """
 
 import math
@@ -96,7 +96,7 @@ class _Loop:
         self.at = Position()
         self.generators, self.extra = random_state(), experiment.extra_state()
         if self.rank > 0:
-            # the same model in every process, but its own dropout and noise
+            # every process has the same model, but its own dropout and noise
             seed_everything(process_seed(seed, self.rank))
         self.recorded = RecordedSteps(self._run_recorded, list(self.model.parameters())) if self._can_record() else None
 
@@ -159,7 +159,7 @@ class _Loop:
         return loss.detach(), nll.detach(), kl.detach()
 
     def advance(self, indices: Int[Tensor, " b"]) -> None:
-        """Make one optimizer step on the examples `indices`, of which this process takes its share."""
+        """Make one optimizer step on the examples `indices`; this process takes its share of them."""
         with nullcontext() if self.recorded is None else self.recorded.on_stream():
             self._step(indices)
         self.at.step += 1
@@ -167,7 +167,7 @@ class _Loop:
 
     def _step(self, indices: Int[Tensor, " b"]) -> None:
         parts = share(indices, self.rank, self.world, self.config.accumulation_steps)
-        # where a share is empty, the step's first example takes its place
+        # if a share is empty, the step's first example takes its place
         batches = [self.experiment.collate(part if len(part) else indices[:1]) for part in parts]
         counts = [self.experiment.num_labels(batch) if len(part) else 0 for part, batch in zip(parts, batches)]
         batches = [self._place(batch) for batch in batches]
@@ -175,8 +175,8 @@ class _Loop:
         new: dict[str, Any] = dict.fromkeys(SUMS, 0.0)
         loss = torch.zeros((), device=self.device)
         for index, (part, batch) in enumerate(zip(parts, batches)):
-            # DDP averages over processes: times their number, the average is the sum. A process without an example takes
-            # part in every exchange, with zeros
+            # DDP averages over processes: the average times their number is the sum. A process without an example still
+            # takes part in every exchange, with zeros
             has_examples = float(len(part) > 0)
             is_last = index == len(parts) - 1
             sync = nullcontext() if is_last else self.accelerator.no_sync(self.model)
@@ -212,7 +212,7 @@ class _Loop:
         self.optimizer.zero_grad()
 
     def _place(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a micro-batch on the device, in one of few shapes where each is recorded."""
+        """Return a micro-batch on the device, padded to one of a few shapes if steps are recorded."""
         padded = batch if self.recorded is None else self.experiment.pad(batch)
         return {name: move(value, self.device) for name, value in padded.items()}
 

@@ -65,7 +65,7 @@ class Page:
     """The content of a page, from CSV files.
 
     Attributes:
-        effects: With Holm's correction over all of them.
+        effects: The differences, with Holm's correction over all of them.
         title: Title of the figure.
         axis: What its axis measures.
         digits: Decimal places of the differences.
@@ -78,7 +78,7 @@ class Page:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; none where it does not exist."""
+    """Return the rows of a CSV file; none if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -105,7 +105,7 @@ def compare(
         soft: Soft attention's.
         search: How many settings were tried for soft attention and for this kind.
         paper: The paper's gain.
-        scale: Factor of what is shown.
+        scale: Factor of the numbers shown.
         is_drawn: Whether the figure shows it.
     """
     seeds = sorted(ours.keys() & soft.keys())
@@ -125,13 +125,13 @@ def compare(
 def compare_kinds(
     rows: Sequence[Mapping[str, str]], group: str, measures: Mapping[str, tuple[str, float]], **options: Any
 ) -> list[Effect]:
-    """Return the effects of all kinds in a comparison with equal search (`common.search`), one data set's, by measure.
+    """Return the effects of all kinds in a comparison with equal search (`common.search`) on one data set, by measure.
 
     Args:
-        rows: Of its CSV file.
-        group: Name of the data set; that of the measure is added where there are several.
+        rows: Rows of its CSV file.
+        group: Name of the data set; the measure's is added if there are several.
         measures: Column and scale by name.
-        options: For `compare`.
+        options: Passed to `compare`.
     """
     runs: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
@@ -248,13 +248,13 @@ def with_table(text: str, table: str) -> str:
 
 
 def rebuild(folder: Path, name: str, page: Page, table: str | None = None) -> Path:
-    """Write `NAME.png` and the table of `NAME.md` in a folder of results; returns the path of the page.
+    """Write `NAME.png` and the table of `NAME.md` in a folder of results; return the path of the page.
 
     Args:
         folder: Folder of the pages and their CSV files.
         name: Name of the page.
         page: The content from the CSV files.
-        table: In place of `effect_table`.
+        table: Replaces the result of `effect_table`.
     """
     path = folder / f"{name}.md"
     text = with_table(path.read_text(encoding="utf-8"), table or effect_table(page))

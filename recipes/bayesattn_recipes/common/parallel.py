@@ -35,8 +35,8 @@ class Outcome:
 
     Attributes:
         done: Entries that finished.
-        failures: Why the others did not, by name: the traceback.
-        left: Entries that were not begun.
+        failures: Tracebacks of the entries that failed, by name.
+        left: Entries that were not started.
     """
 
     done: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Outcome:
             name, text = next(iter(self.failures.items()))
             parts.append(f"{len(self.failures)} failed, the first {name}: {text.strip().splitlines()[-1]}")
         if self.left:
-            parts.append(f"{len(self.left)} were not begun")
+            parts.append(f"{len(self.left)} were not started")
         return "; ".join(parts)
 
     def write_failures(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ def run_all(
     """Call `function(*arguments)` for every entry, in their order; each call writes its own results.
 
     Args:
-        function: With several processes a function of a module, which they can import.
+        function: With several processes, a function of a module, which they can import.
         work: Arguments by name.
         num_processes: Calls at the same time; 1 stays in this process.
         deadline: No call begins later, in seconds of `time.monotonic`; those that have begun are waited for.
@@ -132,7 +132,7 @@ def _run_in_processes(function, work, num_processes: int, deadline, outcome: Out
     threads = max(torch.get_num_threads() // num_processes, 1)
     facts = (threads, {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)})
     while waiting and _may_begin(outcome, deadline):
-        # after one of its processes was killed a pool cannot be used again; the next round makes another
+        # a pool cannot be used again after one of its processes was killed; the next round makes another
         with ProcessPoolExecutor(num_processes, get_context("forkserver"), _set_up, facts) as pool:
             running: dict[Future, tuple[str, int]] = {}
             try:

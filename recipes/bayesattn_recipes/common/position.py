@@ -69,7 +69,7 @@ class Position:
     ) -> tuple["Position", Generators | None]:
         """Undo `pack`: fill the experiment, and return the position of the run and this process' random generators.
 
-        No generators are returned where the number of processes has changed: then they are seeded again.
+        If the number of processes has changed, no generators are returned and they are seeded again.
         """
         each = state.pop("processes")
         parts = {name: state.pop(name) for name in ("model", "optimizer", "scheduler", "experiment")}

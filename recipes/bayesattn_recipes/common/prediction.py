@@ -13,7 +13,7 @@ def drawing_methods(*, is_stochastic: bool, drops: bool, together_first: bool = 
     """Return how predictions can be drawn from a model, the usual way second.
 
     Nothing is drawn for `mean`. Stochastic attention is drawn alone (`attention`) or with the dropout masks
-    (`attention+dropout`); of any other model only the `dropout` masks can be drawn.
+    (`attention+dropout`); for any other model, only the `dropout` masks can be drawn.
 
     Args:
         is_stochastic: Whether the attention is drawn.
@@ -27,7 +27,7 @@ def drawing_methods(*, is_stochastic: bool, drops: bool, together_first: bool = 
 
 
 def usual_method(methods: Sequence[str], given: str | None = None) -> str:
-    """Return the requested method, or the usual one; `mean` where nothing can be drawn.
+    """Return the requested method, or the usual one; `mean` if nothing can be drawn.
 
     Args:
         methods: From `drawing_methods`.
@@ -55,11 +55,11 @@ class RunPredictor(Protocol):
         ...
 
     def conditions(self, noise: tuple[float, ...], num_samples: int) -> Mapping[str, Any]:
-        """Return what is predicted, by name, in the order of reports."""
+        """Return the conditions to predict, by name, in the order of reports."""
         ...
 
     def predict(self, name: str, condition: Any, methods: Sequence[str], num_samples: int, seed: int) -> SplitPredictions:
-        """Predict one of them with every method."""
+        """Predict one condition with every method."""
         ...
 
     def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
@@ -88,7 +88,7 @@ class PredictRun:
         data: Any = None,
         on_progress: Callable[[int, int], Any] = lambda done, total: None,
     ) -> Predictions:
-        """Predict the validation and test sets of a run, the latter also with noise, with every method.
+        """Predict the validation and test sets of a run with every method, the test sets also with noise.
 
         Args:
             folder: The run.

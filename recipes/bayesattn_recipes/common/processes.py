@@ -26,7 +26,7 @@ class Processes:
         self.device = self.accelerator.device
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over all processes, each of which has to call this."""
+        """Return the sum over all processes; each has to call this."""
         if self.world == 1:
             return value
         total = self.accelerator.reduce(value.to(self.device), reduction="sum")
@@ -42,7 +42,7 @@ class Processes:
 
 
 def share(indices: Int[Tensor, " b"], rank: int, world: int, accumulation_steps: int) -> Sequence[Int[Tensor, " part"]]:
-    """Return the micro-batches of one process: every process has equally many, some of them empty where examples are few."""
+    """Return the micro-batches of one process: every process has the same number, some empty if examples are few."""
     largest = -(-len(indices) // world)
     return indices[rank::world].tensor_split(min(accumulation_steps, largest))
 

@@ -10,7 +10,7 @@ from bayesattn.cli.progress import progress
 
 
 class RunDisplay:
-    """Shows which run of a table is in progress: in a terminal a bar, in a file a line per run.
+    """Shows which run of a table is in progress: a bar in a terminal, a line per run in a file.
 
     Args:
         console: Where to print.

@@ -35,7 +35,7 @@ class Recording(NamedTuple):
 
 
 class RecordedSteps:
-    """Runs training steps: of each shape the first is eager and loads its kernels, the second is recorded and replayed.
+    """Runs training steps: the first of each shape is eager and loads its kernels, the second is recorded and replayed.
 
     All steps run on a separate stream, even those that are not recorded: autograd accumulates a gradient on the stream that
     used it first, and a recording cannot wait for the default one. The recordings share a memory pool and one set
@@ -49,7 +49,7 @@ class RecordedSteps:
     def __init__(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
         self.run, self.parameters = run, list(parameters)
         self._recordings: dict[tuple, Recording | None] = {}
-        # by parameter's place; each recording would otherwise keep its own, a model's size for every shape
+        # by the parameter's position; each recording would otherwise keep its own, as large as the model
         self._gradients: dict[int, Tensor] = {}
         self._stream, self._pool = self._open()
 

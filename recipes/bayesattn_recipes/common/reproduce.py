@@ -55,7 +55,7 @@ class Runs(Generic[AnyWork]):
 
     Attributes:
         dataset: Its name; folders and files begin with it.
-        work: The recipe's.
+        work: The recipe's part.
         num_seeds: Runs of every variant, with seeds 0, 1, …
     """
 
@@ -96,7 +96,7 @@ def run_missing(
     is_strict: bool = False,
     on_missing: Callable[[Sequence[Runs[AnyWork]]], Any] = lambda plans: None,
 ) -> Outcome:
-    """Train and measure the runs that are not finished, seed by seed: an interrupted experiment has complete pairs.
+    """Train and measure the runs that are not finished, seed by seed, so an interrupted experiment has complete pairs.
 
     Args:
         plans: The runs of every data set.
@@ -105,7 +105,7 @@ def run_missing(
         console: Where to show progress.
         jobs: Runs at the same time, each in a process of its own.
         is_strict: Whether an error ends the work; otherwise the other runs continue, and its traceback is in `failures`.
-        on_missing: Called before the first run with the plans that have one.
+        on_missing: Called before the first run, with the plans that have runs missing.
 
     Raises:
         RunError: A finished run has other settings.
@@ -174,12 +174,12 @@ def collect(
         dataset: Data set of the table.
         variants: Its rows.
         num_seeds: Runs per variant.
-        work: The recipe's.
+        work: The recipe's part.
         out: Folder of the table.
         deadline: No run begins later, in seconds of `time.monotonic`.
         console: Where to show progress.
         required: A variant without which there is no table.
-        jobs: Runs at the same time, each in a process of its own; then one that fails does not end the others.
+        jobs: Runs at the same time, each in its own process; one that fails then does not end the others.
 
     Raises:
         RunError: Nothing, or nothing of the required variant, has been measured yet, and there was no time for a run.

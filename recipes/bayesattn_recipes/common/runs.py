@@ -77,7 +77,7 @@ def train_run(
         on_progress: Called with the optimizer steps done and to do.
         overwrite: Replace a run that is in the folder.
         resume: Continue the unfinished run in the folder, with the same result as without the interruption.
-            Without a checkpoint in the folder the run begins; a complete one is left as it is.
+            Without a checkpoint in the folder the run starts from the beginning; a complete one is left as it is.
         tensorboard: Also write the log as TensorBoard events.
     """
     if resume and overwrite:
@@ -131,11 +131,11 @@ def fit(
 
 
 def _build(build: Callable[[], Experiment], identity: dict[str, Any]) -> Experiment:
-    """Make the experiment; a config that needs more memory than there is gets an error of its own."""
+    """Make the experiment; raise a specific error if its config needs more memory than there is."""
     try:
         return build()
     except RuntimeError as error:
-        # torch has a class for this error on a GPU only
+        # torch has a class for this error only on a GPU
         if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _TOO_LARGE):
             raise
         sizes = {name: value for name, value in leaves(identity) if type(value) is int and not name.endswith("seed")}
@@ -173,7 +173,7 @@ def write_record(out: Path, recipe: str, config: RunConfig, model: nn.Module, lo
 
 @dataclasses.dataclass(frozen=True)
 class TrainRun:
-    """The `train_run` of a recipe, which the command line and tables over seeds call.
+    """The `train_run` of a recipe, called by the command line and by tables over seeds.
 
     Attributes:
         recipe: Its name.

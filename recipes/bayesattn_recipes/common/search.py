@@ -1,6 +1,6 @@
 """Compare kinds of attention with equal search effort: the same number of settings for each kind, on validation data.
 
-A setting is scored by runs that are not reported, the best one trained again and measured. A cell holds the measures of one
+Runs that are not reported score the settings; the best one is trained again and measured. A cell holds the measures of one
 run, kept as a JSON file, so an interrupted comparison continues where it stopped.
 """
 
@@ -34,8 +34,8 @@ class Kind(NamedTuple):
     Attributes:
         config: Name of the config that it starts from.
         method: How it predicts: `mean`, or draws of `dropout` masks or `attention`.
-        grid: Settings that are tried, each a few `name=value`.
-        fixed: Settings of all of them.
+        grid: Settings to try, each a few `name=value`.
+        fixed: Settings common to all of them.
         members: Networks whose predictions are averaged.
     """
 
@@ -75,7 +75,7 @@ class Study:
     Attributes:
         run: Trains and measures; a top-level function, called with a key and `arguments`, possibly in another process.
         identity: Returns everything that the measures depend on.
-        arguments: Arguments of `run`, behind the key.
+        arguments: Arguments of `run`, after the key.
         out: Folder of the cells.
         jobs: Cells at the same time.
         deadline: No cell begins later, in seconds of `time.monotonic`.
@@ -91,7 +91,7 @@ class Study:
     console: Console
 
     def cells(self, wanted: Iterable[Key]) -> Cells:
-        """Return the cells that are finished; those that are missing are run while there is time."""
+        """Return the finished cells; run the missing ones while there is time."""
         keys = list(dict.fromkeys(wanted))
         found = {key: cell for key in keys if (cell := read_cell(self._path(key), self.identity(key))) is not None}
         todo = {
@@ -154,8 +154,8 @@ class Study:
         """Search, and train the best setting of every kind while there is time.
 
         Args:
-            kinds: What is compared.
-            datasets: On which data sets.
+            kinds: The kinds to compare.
+            datasets: The data sets to compare them on.
             search_seeds: Seeds of every setting, which are not reported.
             seeds: Seeds of the best one.
             measures: Turns a cell's measures by one method into the rows of a table.
@@ -166,7 +166,7 @@ class Study:
             The score of every setting and seed; and the rows of the runs that are finished, by data set, kind and seed.
 
         Raises:
-            RunError: There was no time for all runs of the search, or for any other.
+            RunError: There was no time for all runs of the search, or for any run after it.
         """
         search = self.search(search_keys(kinds, datasets, search_seeds, prefix=prefix, shared=shared))
         keys = final_keys(kinds, search, datasets, seeds, prefix=prefix, shared=shared)
@@ -206,7 +206,7 @@ class Study:
         columns: Sequence[Column] = SCALED,
         shown: Sequence[dict[str, Any]] | None = None,
     ) -> Path:
-        """Write `NAME-search.csv`, `NAME.csv` and the table `NAME.md`, print the latter and return its path.
+        """Write `NAME-search.csv`, `NAME.csv` and the table `NAME.md`, print the table and return its path.
 
         Args:
             name: Of the files.
@@ -235,8 +235,8 @@ def search_keys(
     """Return the cells of a search and how they predict, by data set, kind, setting and seed.
 
     Args:
-        kinds: What is compared.
-        datasets: On which data sets.
+        kinds: The kinds to compare.
+        datasets: The data sets to compare them on.
         seeds: Seeds of every setting.
         prefix: Whether the names of configs begin with the data set.
         shared: Settings of all runs.
@@ -283,7 +283,7 @@ def _config(dataset: str, kind: Kind, prefix: bool) -> str:
 
 
 def best_setting(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the `setting` whose mean validation NLL over its rows is smallest; all have as many rows."""
+    """Return the `setting` whose mean validation NLL over its rows is smallest; all have the same number of rows."""
     totals: dict[str, float] = {}
     for row in rows:
         totals[row["setting"]] = totals.get(row["setting"], 0.0) + row["validation_nll"]
@@ -291,7 +291,7 @@ def best_setting(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def cross_fitted_nll(samples: Float[Tensor, "s n c"], labels: Int[Tensor, " n"]) -> float:
-    """Return the NLL of every example after the temperature that was fitted on the other half of them.
+    """Return the NLL of every example, scaled by a temperature fitted on the other half of them.
 
     Args:
         samples: Class probabilities, draws first.
@@ -308,12 +308,12 @@ def cross_fitted_nll(samples: Float[Tensor, "s n c"], labels: Int[Tensor, " n"])
 def measure_scaled(
     samples: Mapping[str, Float[Tensor, "s n c"]], labels: Mapping[str, Int[Tensor, " n"]], condition: str
 ) -> dict[str, float]:
-    """Return the measures of a condition, as they are and after a temperature.
+    """Return the measures of a condition, before and after temperature scaling.
 
     Args:
         samples: Class probabilities by condition, draws first; those of `validation` decide the temperature.
-        labels: Of the same conditions.
-        condition: Which of them is measured.
+        labels: Labels of the same conditions.
+        condition: The condition to measure.
     """
     temperature = metrics.fit_temperature(mean_logits(samples["validation"].double()), labels["validation"])
     scaled = metrics.apply_temperature(mean_logits(samples[condition].double()), temperature)
@@ -332,7 +332,7 @@ def comparison_table(
 
     Args:
         rows: One per data set, kind and seed, with `setting`, `settings_tried` and the measures.
-        columns: The measures that are shown.
+        columns: The measures to show.
         baseline: The kind that all others are compared with.
     """
     lines = []

@@ -20,7 +20,7 @@ Line = tuple[str, tuple[str, ...]]
 
 @runtime_checkable
 class Answer(Protocol):
-    """One answer; `str()` of it is one line for a reader."""
+    """One answer; its `str()` is one line for a reader."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -29,7 +29,7 @@ class Answer(Protocol):
 
 @runtime_checkable
 class Server(Protocol):
-    """A run that answers for new inputs, each of which is one or two texts."""
+    """A run that answers for new inputs, each one or two texts."""
 
     @property
     def note(self) -> str:
@@ -91,7 +91,7 @@ def _parse_json(line: str, number: int) -> tuple[str, ...]:
 
 
 def answer_lines(server: Server, lines: Iterable[Line]) -> Iterator[Answer]:
-    """Answer line by line, each before the next is read: the writer may wait for the answer.
+    """Answer each line before reading the next: the writer may be waiting for the answer.
 
     Raises:
         ValueError: As `Server.check`; the message has the line, and the lines before it have been answered.

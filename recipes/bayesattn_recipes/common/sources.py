@@ -12,7 +12,7 @@ class Source:
 
     Attributes:
         origin: Where to get it.
-        files: What is read, as patterns inside the data folder.
+        files: The files to read, as patterns inside the data folder.
     """
 
     origin: str

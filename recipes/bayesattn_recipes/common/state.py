@@ -24,9 +24,9 @@ STATE_SCHEMA = "bayesattn.state/1"
 
 
 def flatten(value: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """Return `value` as JSON, and the tensors in it by the names under which the JSON mentions them.
+    """Return `value` as JSON, and the tensors in it by the names that the JSON uses for them.
 
-    Of a tensor that is sharded over processes the whole is taken, so every process has to call this.
+    A tensor that is sharded over processes is gathered whole, so every process has to call this.
 
     Raises:
         ValueError: Something in the tree is neither a plain value nor a tensor.
@@ -86,7 +86,7 @@ def read_state(path: Path) -> Any:
     """Read a state back, tensors on the CPU.
 
     Raises:
-        RunError: The file is missing, damaged in any bit, or something else.
+        RunError: The file is missing, damaged in any bit, or not a state.
     """
     tensors, meta = read_tensors(path)
     if meta.get("schema") != STATE_SCHEMA or not {"state", "sha256"} <= meta.keys():
@@ -151,12 +151,12 @@ def set_random_state(state: Generators) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return the whole tensor where it is sharded; then every process has to call it."""
+    """Return the whole tensor; if it is sharded, every process has to call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(value: Any, target: Any) -> Any:
-    """Return `value`, sharded like `target` where that is sharded over processes."""
+    """Return `value`, sharded like `target` if that is sharded over processes."""
     if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
         return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
     return value

@@ -41,7 +41,7 @@ def paired(ours: dict[int, float], baseline: dict[int, float]) -> Paired:
 
     Args:
         ours: Measure by seed.
-        baseline: The same of the baseline; needs every seed of `ours`.
+        baseline: The same for the baseline; needs every seed of `ours`.
     """
     missing = sorted(ours.keys() - baseline.keys())
     if missing:
@@ -68,7 +68,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def show(summary: Summary, scale: float = 1.0, digits: int = 2) -> str:
-    """Return `83.22 ± 0.31`, or the value alone where there is no interval."""
+    """Return `83.22 ± 0.31`, or the value alone if there is no interval."""
     text = f"{summary.value * scale:.{digits}f}"
     if summary.low is None or summary.high is None:
         return text
@@ -76,7 +76,7 @@ def show(summary: Summary, scale: float = 1.0, digits: int = 2) -> str:
 
 
 def show_p(p_value: float | None) -> str:
-    """Return a p-value with two digits, `< 0.0001` below that, and a dash where there is none."""
+    """Return a p-value with two digits, `< 0.0001` below that, and a dash if there is none."""
     if p_value is None:
         return "–"
     return "< 0.0001" if p_value < 1e-4 else f"{p_value:.2g}"
@@ -92,8 +92,8 @@ class Column:
 
     Attributes:
         heading: Its heading.
-        measure: Key of a run's measures, or how the number is read from them; None where a run has none.
-        scale: Factor of what is shown.
+        measure: Key of a run's measures, or a function that reads the number from them; None if a run has none.
+        scale: Factor of the numbers shown.
         digits: Decimal places.
     """
 
@@ -103,7 +103,7 @@ class Column:
     digits: int = 2
 
     def values(self, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-        """Return the measure of every run, by seed; empty where one of them lacks it."""
+        """Return the measure of every run, by seed; empty if one of them lacks it."""
         found = {
             seed: self.measure(cell) if callable(self.measure) else cell.get(self.measure) for seed, cell in by_seed.items()
         }
@@ -147,12 +147,12 @@ def mean_table(
 
     Args:
         cells: The finished runs.
-        columns: What is shown.
+        columns: The columns to show.
         first: Heading of the variants.
         label: What the table calls a variant.
         has_seeds: Whether the second column counts the runs.
         more: Further columns, by heading: the content for a variant.
-        sharing: Variants whose runs are not independent, and have no interval.
+        sharing: Variants whose runs are not independent; they have no interval.
     """
     further = more or {}
     header = [first, *(["seeds"] if has_seeds else []), *(column.heading for column in columns), *further]
@@ -174,16 +174,16 @@ def difference_table(
     variants: Sequence[str] | None = None,
     sharing: Sequence[str] = (),
 ) -> str:
-    """Return a Markdown table of paired differences to a baseline; empty where it or everything else is missing.
+    """Return a Markdown table of paired differences to a baseline; empty if it or everything else is missing.
 
     Args:
         cells: The finished runs.
-        columns: What is compared.
+        columns: The columns to compare.
         first: Heading of the variants.
         label: What the table calls a variant.
         baseline: The variant that all others are compared with.
         variants: The variants to compare; None takes all others.
-        sharing: Variants whose runs are not independent, and have neither interval nor test.
+        sharing: Variants whose runs are not independent; they have neither interval nor test.
     """
     others = [variant for variant in cells if variant != baseline and (variants is None or variant in variants)]
     if baseline not in cells or not others:
@@ -228,7 +228,7 @@ def _plain(name: str) -> str:
 
 
 def print_tables(console: Console, text: str) -> None:
-    """Print Markdown for a reader: the cells of every table in columns, and no line broken."""
+    """Print Markdown for a reader: tables with aligned columns, and no line broken."""
     lines: list[str] = []
     for is_table, group in itertools.groupby(text.splitlines(), key=lambda line: line.startswith("|")):
         part = list(group)
@@ -237,7 +237,7 @@ def print_tables(console: Console, text: str) -> None:
 
 
 def _aligned(lines: list[str]) -> list[str]:
-    # a bar inside a cell is written with a backslash
+    # a bar inside a cell is escaped with a backslash
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
     header, _, *body = [[cell.strip().replace("\\|", "|") for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(header, *body)]
@@ -255,7 +255,7 @@ def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Return the measures of a finished run, or None if it has not been run.
 
     Raises:
-        RunError: The file is broken, or of a run with other settings: the two must not be mixed in a table.
+        RunError: The file is broken, or belongs to a run with other settings: the two must not be mixed in a table.
     """
     if not path.exists():
         return None

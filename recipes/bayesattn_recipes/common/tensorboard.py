@@ -1,4 +1,4 @@
-"""The log of a run as TensorBoard events; the package tensorboard is imported only where they are requested."""
+"""The log of a run as TensorBoard events; the package tensorboard is imported only if they are requested."""
 
 from pathlib import Path
 from typing import Any

@@ -18,7 +18,7 @@ UNKNOWN = 1
 
 @dataclass(frozen=True)
 class WordVocabulary:
-    """Words; the place of a word is its number. The first two are `reserved`, of which the second is `UNKNOWN`.
+    """Words; the place of a word is its number. The first two are `reserved`; the second of these is `UNKNOWN`.
 
     Args:
         words: All of them, each once.

@@ -25,8 +25,8 @@ def demo(
 ) -> None:
     """Train small models, find their errors, write a report page.
 
-    It begins with ordinary soft attention: its errors by closed form, by draws and by confidence. Then soft and Bayesian
-    attention are trained side by side. The data are embedded.
+    It begins with ordinary soft attention and finds its errors by closed form, by draws and by confidence. Then it trains
+    soft and Bayesian attention side by side. The data are embedded.
     """
     # before the imports, which take seconds
     console.print("Small models are trained on embedded data; this takes one to two minutes.", highlight=False)

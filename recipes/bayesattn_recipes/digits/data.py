@@ -2,7 +2,7 @@
 
 Nothing is downloaded. `digits` are scikit-learn's 1,797 handwritten digits of 8 × 8 pixels. `shapes` are generated pictures
 of one to four colored shapes (`vision/shapes.py`), reduced to 16 × 16 pixels; the class is the color of the leftmost shape,
-the upper one of two in a column, so it has to be found among the others. Few images are used for training: with many the
+the upper one of two in a column, so it has to be found among the others. Few images are used for training: with many, the
 model is almost always right and there is no uncertainty to look at.
 """
 
@@ -51,7 +51,7 @@ OUT_OF_DISTRIBUTION = "scrambled"
 
 @dataclass(frozen=True)
 class Split:
-    """Images, standardized with the training images' mean and deviation, and their labels (None: no right answer)."""
+    """Images, standardized by the training images' mean and deviation, and their labels (None: no right answer)."""
 
     images: Float[Tensor, "n side side *channels"]
     labels: Int[Tensor, " n"] | None
@@ -63,7 +63,7 @@ def load_splits(train_size: int, dataset: DatasetName = "digits") -> dict[str, S
 
     Args:
         train_size: Training images, 20 to 400.
-        dataset: Which images.
+        dataset: Name of the data set.
     """
     if dataset == "shapes":
         return _draw_shapes({"train": train_size, "validation": VALIDATION_SIZE, "test": TEST_SIZE})
@@ -93,7 +93,7 @@ def _draw_shapes(sizes: dict[str, int]) -> dict[str, Split]:
 
 
 def _divide(indices: np.ndarray, labels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Take `size` of the indices away, every class in proportion; return what is left and what was taken."""
+    """Remove `size` of the indices, every class in proportion; return those left and those removed."""
     left, taken = train_test_split(indices, test_size=size, stratify=labels[indices], random_state=SPLIT_SEED)
     return np.asarray(left), np.asarray(taken)
 

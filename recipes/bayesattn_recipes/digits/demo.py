@@ -48,7 +48,7 @@ TABLES = (
 def run_demo(
     out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console
 ) -> list[Path]:
-    """Train, evaluate and print the comparison; returns the run folders, which the demo's report takes.
+    """Train, evaluate and print the comparison; return the run folders for the demo's report.
 
     Args:
         out: Folder for the run folders and the figure of doubt; runs of an earlier demo in it are replaced.
@@ -65,13 +65,13 @@ def run_demo(
         for name, config in configs
     }
     folders = [folder for _, folder, _ in work.values()]
-    # models with ordinary attention are what most people have; the others go on training meanwhile
+    # models with ordinary attention come first, because most people have those; the others go on training meanwhile
     ordinary = dict(zip([*work][:num_seeds], folders, strict=False))
     missing = set(ordinary)
 
     def show_once_trained(name: str) -> None:
         missing.discard(name)
-        # a run that failed has written no predictions; its error is raised at the end
+        # a failed run has written no predictions; its error is raised at the end
         if name in ordinary and not missing and all((folder / PREDICTIONS_FILE).is_file() for folder in ordinary.values()):
             with one_thread():
                 show_doubt([*ordinary.values()], out / "figures", num_samples, console)

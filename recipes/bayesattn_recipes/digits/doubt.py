@@ -1,4 +1,4 @@
-"""The demo's opening: an ordinary image transformer, left as it is, and the answers it should not be trusted on.
+"""The demo's opening: an ordinary image transformer, left as it is, and the answers on which not to trust it.
 
 The models are trained with soft attention. Their answers are ranked by their own confidence, by doubt in closed form (one
 backward pass) and by draws of the same noise; the errors that each ranking finds first are counted.
@@ -24,7 +24,7 @@ from bayesattn_recipes.digits.data import load_splits
 from bayesattn_recipes.digits.train import build_model, load_run
 
 FIGURE = "doubt.png"
-# share of the answers, the least certain ones, in which errors are counted
+# share of the answers, the least certain, among which errors are counted
 LOOKED_AT = 0.1
 
 

@@ -44,7 +44,7 @@ class DigitsPredictor:
         return evaluation_splits(self.config.train_size, noise, self.config.dataset)
 
     def predict(self, name: str, condition: Split, methods: Sequence[str], num_samples: int, seed: int) -> SplitPredictions:
-        """Predict a split; of the test images the attention is kept."""
+        """Predict a split; keep the attention for the test images."""
         samples = {method: draw(self.model, condition.images, method, num_samples, seed) for method in methods}
         if name != "test":
             return SplitPredictions(samples, condition.labels)
@@ -68,7 +68,7 @@ def available_methods(config: DigitsConfig) -> list[str]:
 
 
 def doubtful_examples(model: DigitClassifier, images: Float[Tensor, "n side side *channels"]) -> DoubtfulExamples:
-    """Return the images about which the model has most doubt in closed form."""
+    """Return the images with the most doubt in closed form."""
     with with_noise(model):
         found = most_doubtful(lambda places: uncertainty(model, images[list(places)]), [range(len(images))])
     return DoubtfulExamples.from_uncertainty(*found)
@@ -89,7 +89,7 @@ def draw(
 def attention_maps(
     model: DigitClassifier, split: Split, num_samples: int, seed: int
 ) -> dict[str, Float[Tensor, "n heads keys"]]:
-    """Return what the readout token of the last layer attends to: mean weights and, where drawn, deviation and prior Ψ."""
+    """Return what the readout token of the last layer attends to: mean weights and, if drawn, deviation and prior Ψ."""
     attend = model.last_attention
     seen: list[Tensor] = []
 
@@ -115,7 +115,7 @@ def attention_maps(
     if attend.bayes_prior is not None:
         hook = attend.bayes_prior.register_forward_hook(lambda module, args, log_prior: seen.append(log_prior.exp()))
         try:
-            # the prior is computed only where a KL is needed
+            # the prior is computed only if a KL is needed
             with record_kl():
                 model(split.images)
         finally:

@@ -20,7 +20,7 @@ class DigitClassifier(nn.Module):
         width: Features of a token.
         num_heads: Attention heads.
         num_layers: Encoder layers.
-        dropout: Everywhere the stock encoder layer has it, attention weights included.
+        dropout: Dropout rate wherever the stock encoder layer has it, attention weights included.
         num_classes: Classes.
         patch: Pixels along a side of a patch.
         channels: Numbers per pixel.

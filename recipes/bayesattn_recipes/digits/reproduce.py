@@ -27,7 +27,7 @@ _HIDDEN = ("dropout", (0.0, 0.1, 0.2, 0.3))
 _SHAPES = ("attention.weibull_k", (1, 2, 5, 10))
 _SOFT_GRID = crossed(_HIDDEN, ("attention.attention_dropout", (0.0, 0.1, 0.2, 0.3)))
 _UNIFORM_GRID = crossed(_HIDDEN, ("weight_decay", (1e-3, 1e-2, 3e-2, 1e-1)))
-# soft attention whose dropout of weights has a rate of its own
+# soft attention with its own dropout rate for the weights
 _SOFT = ("attention.variant=mc-dropout",)
 KINDS = {
     "soft": Kind("soft", "mean", _SOFT_GRID, _SOFT),
@@ -68,14 +68,14 @@ def reproduce(
 
     Args:
         names: Of `DATASETS`; None for the digits. Files are named after the data set.
-        variants: None: all kinds are compared.
+        variants: Must be None: all kinds are compared.
         num_seeds: Runs per kind, with seeds 0, 1, …
         data: Not used: the images come with scikit-learn, or are generated.
         out: Folder of the cells and the table.
         console: Where to print.
         settings: `name=value` on top of every config.
         jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table is then of the runs that are finished. 0 trains nothing.
+        minutes: Begin no run after this time; the table then covers the finished runs. 0 trains nothing.
 
     Raises:
         RunError: There was no time for all runs of the search.

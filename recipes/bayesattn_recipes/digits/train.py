@@ -100,7 +100,7 @@ class DigitsExperiment(Experiment):
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
         total = num_steps(self, config.training)
-        # torch divides by the length of the rise: a tenth of ten steps ends where it begins
+        # torch divides by the length of the rise, which is 0 for a tenth of ten steps
         rise = 0.2 if total == 10 else 0.1
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, config.learning_rate, total_steps=total, pct_start=rise

@@ -2,9 +2,9 @@
 
     python -m bayesattn_recipes.doubt.elsewhere --parts translation,captioning --data DIR --out DIR --jobs 10
 
-All models are trained with ordinary attention. Rankings of one model are of the same answers, so accuracy, or the mean
-quality of sentences, is the same in every row. One job is one data set and seed. It keeps its measures, or sentences, in
-`cells/TASK-SEED.json`; finished ones are not repeated.
+All models are trained with ordinary attention. All rankings of a model order the same answers, so accuracy, or the
+mean quality of sentences, is the same in every row. One job is one data set and seed. It keeps its measures, or
+sentences, in `cells/TASK-SEED.json`; finished ones are not repeated.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def of_classes(found: Sequence[Any], labels: Int[Tensor, " n"]) -> list[Row]:
     probabilities, t = torch.cat([x.probabilities for x in found]), torch.cat([x.t for x in found])
     confidence, label = probabilities.max(dim=1)
     correct = label == labels
-    # where nothing moves an answer, t is infinite: a node without neighbors attends to itself alone
+    # t is infinite if nothing moves an answer: a node without neighbors attends to itself alone
     most = 2.0 * t[t.isfinite()].abs().max()
     rows = ranked(correct, {BASELINE: confidence, FLAGSHIP: t.clamp(max=float(most))})
     if not bool(t.isfinite().all()):
@@ -171,17 +171,17 @@ def run(
     minutes: float | None = None,
     settings: Settings | None = None,
 ) -> Path:
-    """Run what is missing, and write the CSV and the table of what has finished.
+    """Run what is missing, and write the CSV and the table of the finished jobs.
 
     Args:
         parts: From `PARTS`; None takes all.
         num_seeds: Models per data set; None takes those of `SEEDS`.
         data: The data folder.
-        out: Where everything goes.
+        out: Folder for all results.
         console: For the table.
         jobs: Models at the same time, each in a process of its own.
-        minutes: No training begins later than this; the same call goes on later.
-        settings: By part `name=value`, on top of its configs.
+        minutes: No training begins later than this; the same call continues later.
+        settings: `name=value` by part, on top of its configs.
 
     Returns:
         The Markdown file.
@@ -191,7 +191,7 @@ def run(
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     given = {**(settings or {})}
     given["squad2"] = ["attention.variant=soft", *precision, *given.get("squad2", ())]
-    # everywhere, so that a machine without a GPU can score what one with a GPU has said
+    # on every machine, so that one without a GPU can score the sentences of one with a GPU
     given["translation"] = ["training.precision=bf16", *given.get("translation", ())]
     chosen = choose("parts", parts, tuple(PARTS))
     seeds = {p: range(num_seeds or SEEDS[p]) for p in chosen}

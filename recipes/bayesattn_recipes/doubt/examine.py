@@ -1,4 +1,4 @@
-"""All that the study asks one fine-tuned model: its answers, its doubt in closed form, its draws, and the controls.
+"""Everything the study asks of one fine-tuned model: its answers, its doubt in closed form, its draws, and the controls.
 
 The result is a flat dictionary of tensors, one row per text, kept as one safetensors file. Rankings and tables are made
 from it afterwards (`rankings.py`, `table.py`) without a model.
@@ -72,7 +72,7 @@ def _plain(model: nn.Module, rows: Sequence[Row], collator: Collator) -> Found:
 
 
 def _closed_form(model: nn.Module, rows: Sequence[Row], collator: Collator) -> Found:
-    """Return what `ba.uncertainty` says, for log-noise of its default variance."""
+    """Return the results of `ba.uncertainty`, for log-noise of its default variance."""
     classes = min(model.config.num_labels, 3)  # type: ignore[union-attr]
     parts = []
     for indices, batch in _batches(model, rows, collator):
@@ -158,7 +158,7 @@ def _controls(model: nn.Module, rows: Sequence[Row], collator: Collator) -> Foun
 
 @torch.no_grad()
 def _features(model: nn.Module, rows: Sequence[Row], collator: Collator) -> laplace.Features:
-    """Return what the classifier's last linear map gets, and its logits."""
+    """Return the inputs of the classifier's last linear map, and its logits."""
     seen: list[Tensor] = []
     head: Any = model.classifier
     hook = head.register_forward_hook(lambda module, given, output: seen.append(given[0]))

@@ -1,4 +1,4 @@
-"""Controls: the margin's sensitivity at places other than the attention scores, from one backward pass of the same model.
+"""Controls: the margin's sensitivity elsewhere than at the attention scores, from one backward pass of the same model.
 
 The claim "attention scores tell where a model errs" needs these beside it: perhaps any squared gradient would do.
 
@@ -75,7 +75,7 @@ def _watching(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]
     def note(place: str) -> Any:
         def hook(module: nn.Module, given: tuple, output: Any) -> None:
             tensor = output if isinstance(output, Tensor) else output[0]
-            # gradients must pass here though no parameter asks for them
+            # gradients must pass here although no parameter requires them
             if not tensor.requires_grad:
                 tensor.requires_grad_()
             seen[place].append((tensor, given[0].detach() if given else tensor.detach()))

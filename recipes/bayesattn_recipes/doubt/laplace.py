@@ -18,7 +18,7 @@ PRECISIONS = tuple(10.0 ** (step / 2.0) for step in range(-4, 11))
 
 @dataclass(frozen=True)
 class Features:
-    """What the last layer is given, and what it makes of it."""
+    """The inputs of the last layer and its outputs."""
 
     inputs: Float[Tensor, "n d"]
     logits: Float[Tensor, "n c"]

@@ -54,9 +54,9 @@ class Sentence:
     """One sentence and the model's answer.
 
     Attributes:
-        words: As they stand in the file.
+        words: The words, as in the file.
         shares: Shares of the variance, one per word.
-        answer: The class that the model gives.
+        answer: The class the model predicts.
         probability: Probability of this class.
         t: Margin over its standard deviation.
         correct: Whether the answer is right.
@@ -125,7 +125,7 @@ def read_sentences(found: Found, data: Path) -> Chosen:
         tokens = prepared.tokenizer(words, is_split_into_words=True, truncation=True, max_length=config.max_length)
         if tokens["input_ids"] != prepared.splits["test"].rows[row]["input_ids"]:
             raise ValueError(
-                f"test text {row} of {TASK} has other tokens than its words {words}. Use the study's data folder"
+                f"the tokens of test text {row} of {TASK} do not match its words {words}. Use the study's data folder"
             )
         word_of = tokens.word_ids(0)
         return Sentence(

@@ -1,7 +1,7 @@
 """Ways to rank one model's answers from most to least certain, and the measures of a ranking.
 
-All rankings are of the same answers: those of the fine-tuned model as it is. So accuracy is the same in every row, and rows
-differ in the order alone. Nothing is chosen on test texts: temperatures and scales are fitted to validation labels.
+All rankings order the same answers: those of the fine-tuned model as it is. So accuracy is the same in every row, and rows
+differ only in the order. Nothing is chosen on test texts: temperatures and scales are fitted to validation labels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,13 @@ from bayesattn import metrics
 from bayesattn.doubt.predictive import averaged_probabilities
 from bayesattn_recipes.doubt.gradients import PLACES
 
-# factors of the default noise's standard deviation that validation labels choose from, for averaged probabilities
+# candidate factors of the default noise's standard deviation, chosen by validation labels, for averaged probabilities
 SCALES = tuple(10.0 ** (step / 20.0) for step in range(-40, 61, 3))
 # validation texts that a scale is fitted to; more than two classes are averaged over many points
 FITTED_ON = 500
 BASELINE = "own confidence"
 FLAGSHIP = "closed form"
-# of other tasks: the standard deviation alone, and, of SQuAD 2.0, the score of the best span minus that of "no answer"
+# for other tasks: the standard deviation alone and, for SQuAD 2.0, the score of the best span minus that of "no answer"
 DEVIATION, NULL_SCORE = "standard deviation", "null score"
 
 Found = Mapping[str, Tensor]
@@ -32,11 +32,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What one model was asked, and what the models of the other seeds answered to the same texts.
+    """The results of one model, and those of the models of the other seeds for the same texts.
 
     Attributes:
         found: From `examine`.
-        others: The same of all seeds of the task, this one first.
+        others: The same for all seeds of the task, this one first.
     """
 
     found: Found
@@ -89,7 +89,7 @@ def _drawn(kind: str) -> Callable[[Run, str], Tensor]:
     return lambda run, split: run.get(split, f"{kind}.mean")
 
 
-# probabilities that a row gives; they are also measured by NLL and ECE, before and after a temperature
+# rows that give probabilities; these are also measured by NLL and ECE, before and after a temperature
 PREDICTIVES: dict[str, Callable[[Run, str], Float[Tensor, "n c"]]] = {
     BASELINE: _own,
     "closed form, scale fitted": _fitted,

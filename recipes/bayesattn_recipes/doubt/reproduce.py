@@ -1,4 +1,4 @@
-"""`bayesattn reproduce doubt`: fine-tune encoders with ordinary attention, ask each how sure it is, and make the tables.
+"""`bayesattn reproduce doubt`: fine-tune encoders with ordinary attention, measure how sure each is, and make the tables.
 
 A run is one task and seed. Its answers are kept in `found/TASK-SEED.safetensors`; finished ones are not repeated.
 """
@@ -26,7 +26,7 @@ from bayesattn_recipes.language.prepare import Prepared, Split, make_split
 from bayesattn_recipes.language.train import LanguageConfig, load_config, make_collator, prepare_run, train_model
 
 TASKS = ("rte", "mrpc", "cola", "sst2", "qqp", "mnli", "qnli")
-# texts of another task, for which the model was never meant
+# texts of another task, for which the model was not trained
 OUTSIDE = {"rte": "qqp", "mrpc": "qnli", "cola": "sst2", "sst2": "cola", "qqp": "rte", "mnli": "qqp", "qnli": "mrpc"}
 OUTSIDE_SIZE = 500
 FOUND_FOLDER = "found"
@@ -51,10 +51,10 @@ def reproduce(
         variants: Must be None: every model has ordinary attention.
         num_seeds: Models per task.
         data: The data folder.
-        out: Where everything goes.
+        out: Folder for all results.
         console: For progress.
         jobs: Models at the same time, each in a process of its own.
-        minutes: No training begins later than this; the same call goes on later.
+        minutes: No training begins later than this; the same call continues later.
         settings: `name=value`, on top of every config.
 
     Returns:
@@ -101,12 +101,12 @@ def _path(out: Path, task: str, seed: int) -> Path:
 def read_found(path: Path) -> Found:
     """Read the answers of one model."""
     if not path.is_file():
-        raise RunError(f"{path} is missing: this model was not trained yet. Run the same command again with more minutes")
+        raise RunError(f"{path} is missing: its model has not been trained yet. Run the same command with more minutes")
     return safetensors.torch.load_file(path)
 
 
 def _outside(config: LanguageConfig, prepared: Prepared, data: Path | None) -> Split:
-    """Return texts of another task, tokenized as this task's are."""
+    """Return texts of another task, tokenized like this task's."""
     texts = text_data.load(OUTSIDE[config.task], data, config.source).splits["test"][:OUTSIDE_SIZE]
     unlabeled = [dataclasses.replace(example, label=None) for example in texts]
     return make_split(prepared.task, prepared.tokenizer, unlabeled, config.max_length)
@@ -118,7 +118,7 @@ def run_one(config: LanguageConfig, prepared: Prepared, outside: Split, data: Pa
     model = ba.restore(fitted.model).eval()
     collator = make_collator(config, prepared.tokenizer)
     found = examine(model, {**prepared.splits, "outside": outside}, collator, seed=config.seed)
-    # pictures are drawn of the first seed's test texts
+    # pictures show the first seed's test texts
     kept = {name: v for name, v in found.items() if v.dtype != torch.half or (config.seed == 0 and name.startswith("test"))}
     write_bytes(path, safetensors.torch.save({name: _small(value) for name, value in kept.items()}))
 

@@ -4,8 +4,8 @@ The model decodes the test set as its recipe does. Every output y of T tokens, i
 
     d = (1/T) Σ_t ln p(y_t | y_<t, x),      and the standard deviation of d under attention noise, in closed form
 
-which is one forward and one backward pass. What the recipe's search excludes is excluded here, too. Quality is measured
-afterwards, where the table is made: a machine that trains needs none of the packages that score.
+which takes one forward and one backward pass. Whatever the recipe's search excludes is excluded here, too. Quality is
+measured later, when the table is made: a machine that trains needs none of the scoring packages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ IMAGES_PER_PASS = 250
 
 @dataclass(frozen=True)
 class Sentences:
-    """What a model said about a test set, as plain values.
+    """A model's outputs for a test set, as plain values.
 
     Attributes:
         texts: Its outputs.
@@ -105,7 +105,7 @@ def of_captions(model: Att2in, data: CaptionData, split: CaptionSplit, search: M
 
 def _mean_log_probability(words: Int[Tensor, "b t"], steps: Bool[Tensor, "b t"]) -> Callable[[Tensor], Tensor]:
     def of(logits: Float[Tensor, "b t v"]) -> Float[Tensor, " b"]:
-        # the search never says an unknown word
+        # the search never outputs an unknown word
         known = logits.index_fill(2, torch.tensor([UNKNOWN], device=logits.device), -torch.inf)
         logs = torch.log_softmax(known, dim=-1).gather(2, words.unsqueeze(2)).squeeze(2)
         return torch.where(steps, logs, 0.0).sum(dim=1) / steps.sum(dim=1)
@@ -143,7 +143,7 @@ def caption_quality(sentences: Sentences, references: Sequence[Sequence[str]]) -
 def measure(sentences: Sentences, quality: Mapping[str, Float[Tensor, " n"]]) -> list[Row]:
     """Return rows: mean quality, the rank correlation of every order with it, and the mean quality of what is kept.
 
-    The last is averaged over all shares that are kept, the most certain first: 1 − AURC with 1 − quality as the risk.
+    The last is averaged over all shares kept, the most certain first: 1 − AURC with 1 − quality as the risk.
     """
     rows: list[Row] = []
     for name, values in quality.items():

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pooled:
-    """One ranking against the own confidence, over all models.
+    """One ranking against the model's own confidence, over all models.
 
     Attributes:
         ranking: Its name.
@@ -91,7 +91,7 @@ def _p(differences: Sequence[float]) -> float:
 
 
 def pool(rows: Sequence[Row]) -> list[Pooled]:
-    """Compare every ranking with the own confidence."""
+    """Compare every ranking with the model's own confidence."""
     own = _values(rows, BASELINE, "aurc")
     tasks = list(dict.fromkeys(task for task, _ in own))
     found, p_values = [], []
@@ -115,7 +115,7 @@ def pool(rows: Sequence[Row]) -> list[Pooled]:
 
 
 def ranking_table(rows: Sequence[Row]) -> str:
-    """Return the pooled table: AURC against the own confidence, and the means of the other measures."""
+    """Return the pooled table: AURC against the model's own confidence, and the means of the other measures."""
 
     def mean(name: str, measure: str, digits: int) -> str:
         values = list(_values(rows, name, measure).values())
@@ -131,7 +131,7 @@ def ranking_table(rows: Sequence[Row]) -> str:
 
 
 def task_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return AURC by task, in percent, for the own confidence and some rankings."""
+    """Return AURC by task, in percent, for the model's own confidence and some rankings."""
     own = _values(rows, BASELINE, "aurc")
     tasks = list(dict.fromkeys(task for task, _ in own))
     body = []

@@ -1,4 +1,4 @@
-"""Everything that decides a run of the graph recipe, and the graph and network that it names."""
+"""The config that decides a run of the graph recipe, and the graph and network it names."""
 
 import os
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ class GraphConfig:
             seed mod 10 for the heterophilous graphs, so that ten seeds use all of them.
         left_out_classes: Classes kept out of training, whose test nodes become out-of-distribution nodes.
         num_heads: Heads of the first layer.
-        head_dim: Features of each.
+        head_dim: Features of each head.
         output_heads: Heads of the second layer, averaged.
-        dropout: In the three places of each layer.
+        dropout: Dropout rate in the three places of each layer.
         prior_scope: Over which nodes a contextual prior sums to one: the `graph`, or the `neighborhood` of each node.
-        kept_by: Epochs of which the last gives the run its parameters: `both`, those in which validation NLL
-            and accuracy tie or beat their best (GAT's rule), or `nll`, those in which the NLL does.
-        fanout: Neighbors per node of a mini-batch, at most; None for all.
+        kept_by: The run keeps the parameters of the last epoch in which both validation NLL and accuracy tie or beat their
+            best (`both`, GAT's rule), or in which the NLL does (`nll`).
+        fanout: Most neighbors per node of a mini-batch; None for all.
         learning_rate: Learning rate of Adam.
         weight_decay: L2 penalty, added to the gradient before Adam's update (not AdamW's).
     """

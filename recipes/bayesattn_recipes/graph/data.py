@@ -23,9 +23,9 @@ class Graph:
     Attributes:
         name: Name of the data set.
         features: Features of every node; bags of words are mostly zeros, which the model exploits.
-        labels: Class of every node; −1 where it is unknown.
+        labels: Class of every node; −1 if unknown.
         edge_index: Source and target of every directed edge: both directions of an undirected edge, one self-loop per node.
-        splits: Nodes of `train`, `validation`, `test`, and of `left-out` where classes were kept out of training.
+        splits: Nodes of `train`, `validation`, `test`, and of `left-out` if classes were kept out of training.
         class_names: One per class.
     """
 
@@ -57,7 +57,7 @@ def make_graph(
 ) -> Graph:
     """Check the parts, make the edges undirected and unique, and give every node one self-loop.
 
-    With its self-loop an isolated node attends to itself alone: its neighborhood is never empty.
+    With its self-loop, an isolated node attends to itself alone, so no neighborhood is empty.
 
     Raises:
         ValueError: An edge ends outside the graph, features are not finite, splits overlap, are empty or hold an unlabeled
@@ -125,10 +125,10 @@ def leave_out_classes(graph: Graph, count: int) -> Graph:
 
 
 def random_split(graph: Graph, number: int) -> Graph:
-    """Draw new splits of the same sizes: as many training nodes of every class, then validation and test nodes.
+    """Draw new splits of the same sizes: the same number of training nodes per class, then validation and test nodes.
 
     Args:
-        graph: With its public splits.
+        graph: A graph with its public splits.
         number: Number of the split, from 1 on; the seed of the draw.
     """
     if number < 1:
@@ -168,7 +168,7 @@ HETEROPHILOUS_SPLITS = 10
 
 
 def split_of_seed(name: str, seed: int) -> int:
-    """Return the official split that belongs to a seed: seed mod 10 where there are ten, else the only one."""
+    """Return the official split that belongs to a seed: seed mod 10 if there are ten, else the only one."""
     return seed % HETEROPHILOUS_SPLITS if name in HETEROPHILOUS else 0
 
 

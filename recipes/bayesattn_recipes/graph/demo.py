@@ -25,7 +25,7 @@ COLUMNS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "pavp
 def run_demo(
     out: Path, *, num_seeds: int = 3, num_samples: int = 20, epochs: int | None = None, console: Console
 ) -> list[Path]:
-    """Train, evaluate and print the comparison; returns the run folders, which the demo's report takes.
+    """Train, evaluate and print the comparison; return the run folders for the demo's report.
 
     Args:
         out: Folder for the run folders; runs of an earlier demo in it are replaced.

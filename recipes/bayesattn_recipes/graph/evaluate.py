@@ -39,7 +39,7 @@ def predict_run(
     Args:
         folder: The run.
         num_samples: M, at least 2.
-        noise: Strengths of the feature noise under which the test nodes are predicted again.
+        noise: Strengths of feature noise; the test nodes are predicted again with each.
         methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian network, alone or with its dropout
             masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
         seed: Seed of the draws.

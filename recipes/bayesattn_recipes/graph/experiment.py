@@ -42,7 +42,7 @@ class GraphExperiment(Experiment):
         self._best_nll, self._best_accuracy = float("inf"), 0.0
 
     def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Any]:
-        """Return the labels of the training nodes, where they are in the network's output, and its inputs."""
+        """Return the labels of the training nodes, their positions in the network's output, and its inputs."""
         labels = self.graph.labels[self.graph.splits["train"]]
         # the batch is always the same: it goes to the device once
         self.inputs, self.rows = self.inputs.to(self._device), self.rows.to(self._device)
@@ -115,7 +115,7 @@ class BatchExperiment(GraphExperiment):
                 f"{config.training.batch_size}"
             )
         self.whole = {"num_nodes": graph.num_nodes, "num_edges": graph.edge_index.shape[1]}
-        # refuse early what no batch supports
+        # raise early for what no batch supports
         with neighbor_batch(self.model, batch_size=1, **self.whole):
             pass
         self.num_examples = graph.num_nodes
@@ -130,7 +130,7 @@ class BatchExperiment(GraphExperiment):
         return [order[start::count] for start in range(count)]
 
     def collate(self, indices: Int[Tensor, " b"]) -> dict[str, Any]:
-        """Return labels of the labeled nodes, where they are in the batch, its inputs, and how many nodes it has."""
+        """Return labels of the labeled nodes, their positions in the batch, its inputs, and its number of nodes."""
         rows = self.is_labeled[indices].nonzero().flatten()
         inputs = neighborhood(self.graph, indices, fanout=self.fanout)
         return {"labels": self.graph.labels[indices[rows]], "rows": rows, **inputs._asdict(), "batch_size": len(indices)}

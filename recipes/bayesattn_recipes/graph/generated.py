@@ -33,7 +33,7 @@ def generate_graph(
         homophily: Share of edges that stay within a class.
         words_per_node: Words drawn for each node, with repetition.
         topical_share: Probability that a word comes from the class's own words.
-        num_train: Labeled nodes, as many of each class as possible.
+        num_train: Labeled nodes, spread over the classes as evenly as possible.
         num_validation: Validation nodes; the rest are test nodes.
         seed: Seed of everything.
     """

@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     """The arguments of the network.
 
     Attributes:
-        x: Features of every node; a CSR matrix where most of them are 0.
+        x: Features of every node; a CSR matrix if most of them are 0.
         edge_index: Edges of the first layer, source and target.
         output_edge_index: Edges of the second layer.
     """
@@ -51,7 +51,7 @@ def neighborhood(
 
     Args:
         graph: The whole graph.
-        nodes: Whose logits are wanted; each once.
+        nodes: Nodes whose logits are wanted; each once.
         fanout: Neighbors of a node that are kept, drawn without replacement, its self-loop not counted; None keeps all, and
             then the logits are those of the whole graph.
         generator: Generator of the draws.
@@ -69,7 +69,7 @@ def neighborhood(
 def _edges_into(
     graph: Graph, targets: Int[Tensor, " k"], fanout: int | None, generator: torch.Generator | None
 ) -> Int[Tensor, "2 e"]:
-    """Return the edges into `targets`, the edges of each together; with a fan-out its self-loop and `fanout` others."""
+    """Return the edges into `targets`, grouped by target; with a fan-out its self-loop and `fanout` others."""
     source, target = graph.edge_index
     # the edges of a graph are sorted by target
     targets = targets.contiguous()

@@ -23,9 +23,9 @@ class GraphAttentionNetwork(nn.Module):
         num_classes: Classes.
         attention: Soft or Bayesian attention, for both layers.
         num_heads: Heads of the first layer.
-        head_dim: Features of each.
+        head_dim: Features of each head.
         output_heads: Heads of the second layer, averaged.
-        dropout: In three places of each layer.
+        dropout: Dropout rate in three places of each layer.
         prior_scope: Over which nodes a contextual prior sums to one.
     """
 

@@ -9,14 +9,14 @@ from bayesattn_recipes.graph.reproduce import DATASETS, PAPER
 NAMES = {"nokl": "BAM-NOKL", "lf": "BAM-LF", "lc": "BAM-LC", "wf": "BAM-WF", "wc": "BAM-WC"}
 TITLES = {"cora": "Cora", "citeseer": "Citeseer", "pubmed": "PubMed"}
 PUBLIC = "public split"
-# measure of the random splits: column, factor of what is shown; less NLL is better
+# measure of the random splits: column, factor of the numbers shown; less NLL is better
 MEASURES = {"accuracy": ("accuracy", 100.0), "100 NLL, scaled": ("scaled_nll", -100.0)}
 
 
 def read(folder: Path) -> pages.Page:
     """Return the differences: accuracy with the paper's settings on the public split, and random splits with equal search.
 
-    The latter only where `reproduce graph --splits` has written its CSV file there.
+    The random splits are included only if `reproduce graph --splits` has written its CSV file there.
     """
     found = []
     seeds = pages.read_rows(folder / "graph-seeds.csv")

@@ -21,7 +21,7 @@ from scipy import sparse
 MAX_BYTES = 256 * 2**20
 # an official file makes at most 18; endlessly nested tuples would overflow the stack when they are compared
 MAX_TUPLES = 100
-# everything that a broken file can cause: wrong opcodes, too few entries, wrong types
+# every error that a broken file can cause: wrong opcodes, too few entries, wrong types
 BROKEN = (
     pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, RecursionError,
 )  # fmt: skip
@@ -100,7 +100,7 @@ class _Lists(dict):
         raise ValueError("it gives a dictionary a state")
 
 
-# what is only passed on stays a word
+# names that are only passed on stay strings
 STAND_INS: dict[str, Any] = {
     "numpy.core.multiarray _reconstruct": _Array,
     "numpy ndarray": "ndarray",
@@ -131,7 +131,7 @@ def read_pickle(path: Path) -> Any:
         raise ValueError(f"{path} has more than {MAX_BYTES} bytes, which no file of the Planetoid data sets has")
     try:
         _look_through(content)
-        # Python 2's strings are bytes, and its names are not to be translated
+        # Python 2's strings are bytes, and its names must not be translated
         found = _Unpickler(io.BytesIO(content), fix_imports=False, encoding="latin1").load()
         return _finish(found, len(content))
     except BROKEN as error:

@@ -1,12 +1,12 @@
 """Cora, Citeseer and PubMed from their eight raw files, with the public split.
 
     x, y        features and one-hot classes of the labeled training nodes, the first nodes of the graph
-    allx, ally  the same of all nodes that are not test nodes; x and y are their beginning
-    tx, ty      the same of the test nodes, in the order of test.index
+    allx, ally  the same for all nodes that are not test nodes; they begin with x and y
+    tx, ty      the same for the test nodes, in the order of test.index
     graph       neighbors of every node
 
 Validation nodes are the 500 after the training nodes. Citeseer's test.index leaves out 15 numbers of its range: nodes with
-neighbors, but without features and class.
+neighbors, but without features or class.
 """
 
 from pathlib import Path

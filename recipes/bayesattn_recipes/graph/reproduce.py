@@ -62,7 +62,7 @@ def reproduce(
         settings: `name=value` on top of every config.
         splits: Number of random splits in place of the public one; soft attention, rivals and a control (`splits.py`).
         jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table is then of the runs that are finished.
+        minutes: Begin no run after this time; the table then covers the finished runs.
     """
     datasets = _tables.choose("datasets", datasets, DATASETS)
     if splits is not None:
@@ -111,7 +111,7 @@ class GraphRuns:
         return load_config(f"{self.dataset}-{variant}", [*self.settings, f"seed={seed}"])
 
     def identity(self, variant: str, seed: int) -> dict[str, Any]:
-        """Return the config of a run, and how it is measured."""
+        """Return the config of a run, and the settings of its measurement."""
         settings = dataclasses.asdict(self.config(variant, seed))
         return {"config": f"{self.dataset}-{variant}", "settings": settings, "num_samples": NUM_SAMPLES}
 
@@ -125,7 +125,7 @@ class GraphRuns:
 def run_seed(
     config: GraphConfig, graph: Graph, on_progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Train one network and return what was measured of it."""
+    """Train one network and return its measures."""
     cpu = time.process_time()
     model, log = fit(config, graph, on_progress)
     cpu_seconds = time.process_time() - cpu

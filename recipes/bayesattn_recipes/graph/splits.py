@@ -66,7 +66,7 @@ def reproduce_splits(
         console: Where to print.
         settings: `name=value` on top of every config.
         jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table is then of the runs that are finished. 0 trains nothing.
+        minutes: Begin no run after this time; the table then covers the finished runs. 0 trains nothing.
 
     Raises:
         RunError: There was no time for all runs of the search.
@@ -82,7 +82,7 @@ def _identity(key: Key) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _config(key: Key) -> GraphConfig:
-    # the members of an ensemble have seeds of their own, and the split of the single networks that they are compared with
+    # the members of an ensemble have their own seeds, and the split of the single networks they are compared with
     return load_config(key.config, [*key.settings, f"split={key.seeds[0] // len(key.seeds)}", f"seed={key.seeds[0]}"])
 
 

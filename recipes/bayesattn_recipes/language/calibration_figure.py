@@ -23,9 +23,9 @@ def plot_calibration(
 
     Args:
         panels: For each data set and model its confidences and accuracies.
-        num_bins: How many bins at most.
-        scheme: Bins of equal width or equal count; of the latter each mark stands for as many predictions.
-        title: Above the figure.
+        num_bins: Largest number of bins.
+        scheme: Bins of equal width or equal count; in the latter case, every mark stands for the same number of predictions.
+        title: Title above the figure.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ def plot_calibration(
         ['validation', 'test']
     """
     figure, axes = new_figure(0.6 + 3.1 * len(panels), 3.5, columns=len(panels))
-    # one look per model, also where a data set lacks some
+    # one style per model, even if a data set lacks some
     models = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     for ax, (panel, curves) in zip(axes[0], panels.items(), strict=True):
         ax.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1, linestyle="--")
@@ -48,7 +48,7 @@ def plot_calibration(
             sure, right = array(bins.confidence), array(bins.accuracy)
             ax.plot(sure, right, label=label, marker=marker, markersize=4, linewidth=1.4, **look(index))
             lowest = min(lowest, float(sure.min()), float(right.min()))
-        # most classifiers are never less confident than chance: the empty corner is left out
+        # leave out the empty corner: most classifiers are never less confident than chance
         start = max(0.0, np.floor(10 * lowest) / 10 - 0.02)
         ax.set(xlim=(start, 1.02), ylim=(start, 1.02), xlabel="confidence")
         set_title(ax, panel)

@@ -32,8 +32,8 @@ def predict(
 ) -> None:
     """Answer for new texts, and say whether to trust the answer.
 
-    The run has to be of a recipe that offers this, such as language. There an answer is trusted if its probability reaches
-    a threshold that `bayesattn evaluate` chose on validation data, for a stated error rate.
+    The recipe of the run has to offer this, such as language. There, an answer is trusted if its probability reaches a
+    threshold that `bayesattn evaluate` chose on validation data for a stated error rate.
 
     Without --text and --file, standard input is read as JSON lines with "text" and, for pairs, "second"; each is
     answered before the next is read.

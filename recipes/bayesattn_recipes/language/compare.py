@@ -1,8 +1,8 @@
-"""Compare two ways to predict on the same test examples: the differences, and how far the choice of examples explains them.
+"""Compare two ways to predict on the same test examples: the differences, and how much the choice of examples explains.
 
     python -m bayesattn_recipes.language.compare runs/mrpc-soft:mean runs/mrpc-wc:attention --out differences.csv
 
-The interval is a bootstrap over the examples, the two sides paired. It says nothing about other seeds: where there are
+The interval is a bootstrap over the examples, the two sides paired. It says nothing about other seeds: if there are
 several, the tables of `reproduce` compare over them.
 """
 
@@ -35,8 +35,8 @@ class Difference:
         first: Variant and method of the first side.
         second: Variant and method of the second side.
         split: The split of the examples.
-        metric: What is measured, example by example.
-        num_examples: How many.
+        metric: The measure, taken example by example.
+        num_examples: Number of examples.
         value: First minus second.
         low: Lower end of the 95 % interval.
         high: Its upper end.
@@ -60,7 +60,7 @@ def compare(first: tuple[Path, str], second: tuple[Path, str], split: str = "tes
     Args:
         first: Run folder and method.
         second: Another, with the same task and the same examples.
-        split: Whose examples are compared.
+        split: Split whose examples are compared.
     """
     runs = [read_run(folder) for folder, _ in (first, second)]
     task, other = (run["config"]["task"] for run in runs)
@@ -79,7 +79,7 @@ def compare(first: tuple[Path, str], second: tuple[Path, str], split: str = "tes
 
 
 def example_measures(folder: Path, method: str, split: str) -> dict[str, Float[Tensor, " n"]]:
-    """Return what can be measured of every example alone: right or wrong and −ln p, or the squared error."""
+    """Return the measures that each example has by itself: right or wrong and −ln p, or the squared error."""
     task = find_task(read_run(folder)["config"]["task"])
     if task.kind == "spans":
         answers = read_answers(folder).get(split, {})

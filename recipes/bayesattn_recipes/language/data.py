@@ -16,10 +16,10 @@ from bayesattn_recipes.common.sources import SOURCES
 from bayesattn_recipes.language.files import OWN_LAYOUT, find_text, parse_rows, require_folder
 from bayesattn_recipes.language.tasks import Task, find_task
 
-# of the training file, at most
+# largest share and size of validation, from the training file
 VALIDATION_SHARE = 0.1
 VALIDATION_SIZE = 500
-# of a task of which only one file is available
+# shares of a task with only one available file
 PARTS = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 SUBSETS = {
@@ -41,7 +41,7 @@ class Example:
 
     Attributes:
         texts: One or two.
-        label: Class, or score of a regression; None where there is no right answer.
+        label: Class, or score of a regression; None if there is no right answer.
     """
 
     texts: tuple[str, ...]
@@ -55,7 +55,7 @@ class TextData:
     Attributes:
         splits: `train`, `validation` and `test`.
         class_names: One per class; one word for a regression.
-        note: How the splits were made where they are not GLUE's own; empty otherwise.
+        note: How the splits were made if they are not GLUE's own; empty otherwise.
         skipped: Rows left out because their file is known to hold broken ones (QQP).
     """
 
@@ -220,10 +220,10 @@ def hub_dataset(*names: str) -> Mapping[str, Iterable[Mapping[str, Any]]]:
 
 
 def from_rows(task: Task, train: Iterable[Mapping[str, Any]], test: Iterable[Mapping[str, Any]]) -> TextData:
-    """Make a task of rows with named fields, such as a `datasets.Dataset` or a list of dictionaries.
+    """Make a task from rows with named fields, such as a `datasets.Dataset` or a list of dictionaries.
 
     Args:
-        task: Whose rows these are; texts under the names of the hub's GLUE, `label` a class number or a score.
+        task: Task of the rows: texts under the names of the hub's GLUE, `label` a class number or a score.
         train: Training rows; validation is held out of them.
         test: Test rows.
     """
@@ -250,7 +250,7 @@ def from_rows(task: Task, train: Iterable[Mapping[str, Any]], test: Iterable[Map
     return TextData(_named(kept, validation, convert(test, "test")), task.class_names)
 
 
-# where the hub's copy names the texts differently from the files
+# names of the texts that differ between the hub's copy and the files
 HUB_COLUMNS = {"mrpc": ("sentence1", "sentence2"), "mnli": ("premise", "hypothesis")}
 
 
@@ -277,7 +277,7 @@ def split_by(examples: list[Example], key: Callable[[Example], str]) -> dict[str
 
 
 def hold_out(examples: list[Example], share: float, size: int) -> tuple[list[Example], list[Example]]:
-    """Take the examples with the smallest hashes of their texts away; return what is left and what was taken."""
+    """Remove the examples with the smallest hashes of their texts; return those left and those removed."""
     count = max(1, min(int(share * len(examples)), size))
     if len(examples) <= count:
         raise ValueError(f"at least two training examples are needed besides validation, got {len(examples)}")

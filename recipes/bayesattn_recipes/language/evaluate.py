@@ -27,7 +27,7 @@ def predict_run(
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
     data: Path | None = None,
 ) -> Predictions:
-    """Predict the validation, test and shifted test sets of a run; of a span task, write the answers into its folder.
+    """Predict the validation, test and shifted test sets of a run; for a span task, write the answers into its folder.
 
     Args:
         folder: The run.
@@ -36,7 +36,7 @@ def predict_run(
         methods: See `predictor.py`; None takes `mean` and the usual way to draw.
         seed: Seed of the draws.
         on_progress: Called with the number of splits and methods done and to do.
-        data: The data folder; None takes the one the run was trained from, or where that is gone the one that the
+        data: The data folder; None takes the one the run was trained from or, if that is gone, the one that the
             variable BAYESATTN_DATA names.
     """
     run = load_run(folder)

@@ -16,8 +16,8 @@ class Encoded:
     """Tokenized texts.
 
     Attributes:
-        rows: Token ids (and types, where the encoder has them) of every text.
-        truncated: Which ones were longer than allowed and lost their end.
+        rows: Token ids (and types, if the encoder has them) of every text.
+        truncated: Which texts were longer than allowed and lost their end.
     """
 
     rows: list[dict[str, Any]]
@@ -52,8 +52,8 @@ class Collator:
 
     Attributes:
         pad_id: The tokenizer's padding token.
-        multiple: Lengths are rounded up to a multiple of this: few distinct shapes, which suit tensor cores.
-        max_length: But not beyond this.
+        multiple: Lengths are rounded up to a multiple of this, for few distinct shapes that suit tensor cores.
+        max_length: Largest length after rounding.
     """
 
     pad_id: int
@@ -61,7 +61,7 @@ class Collator:
     max_length: int = 512
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Return padded ids, types and mask, and the labels where the rows have them."""
+        """Return padded ids, types and mask, and the labels if the rows have them."""
         longest = max(len(row["input_ids"]) for row in rows)
         length = max(min(-(-longest // self.multiple) * self.multiple, self.max_length), longest)
         batch = {
@@ -76,7 +76,7 @@ class Collator:
 
 
 def bucketed(rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[list[int]]:
-    """Yield the indices of batches of similar length, the longest first, so that too little memory shows at once."""
+    """Yield the indices of batches of similar length, the longest first, so that a lack of memory shows at once."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

@@ -1,4 +1,4 @@
-"""Read data files wherever they lie: in a folder, beside it as `.xz`, or inside `glue.tar.xz`; and rows out of TSV text."""
+"""Read data files wherever they are: in a folder, beside it as `.xz`, or inside `glue.tar.xz`; and rows out of TSV text."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ OWN_LAYOUT = "train.tsv and, if you have one, dev.tsv: tab-separated, a header, 
 
 
 def require_folder(data: Path | None, name: str) -> Path:
-    """Return the data folder, or raise with how to give one and what it must hold: `glue`, `squad` or `own`."""
+    """Return the data folder, or raise an error that says how to give one and what `glue`, `squad` or `own` must hold."""
     layout = f"It must hold {OWN_LAYOUT}" if name == "own" else str(SOURCES[name])
     if data is None:
         raise ValueError(f"data must be a folder, given by --data or the variable BAYESATTN_DATA, got nothing. {layout}")
@@ -28,7 +28,7 @@ def find_text(data: Path, names: Sequence[str]) -> tuple[str, str] | None:
     """Return the text of the first of `names` that exists, and its place; None if none does.
 
     A name is looked up under `data` and `data/glue`, plain or as `.xz`, then in `glue.tar.xz` at the same two places, or
-    in `data` itself where that is the archive.
+    in `data` itself if that is the archive.
     """
     for name in names:
         for folder in (data, data / "glue"):

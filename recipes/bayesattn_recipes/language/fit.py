@@ -32,7 +32,7 @@ class LanguageTraining(TrainingConfig):
 
     Args:
         steps: Optimizer steps; replaces `epochs`.
-        learning_rate: Its peak.
+        learning_rate: Peak learning rate.
         warmup: Steps of the warm-up, or below 1 their share of all steps.
         weight_decay: AdamW's, not on biases and norms.
         group_by_length: Batches of similar lengths, for less padding.
@@ -51,10 +51,10 @@ class FineTuning(Experiment):
 
     Args:
         model: From `model.load_pretrained`.
-        task: What it learns.
+        task: The task it learns.
         splits: `train` and `validation`.
         collator: Makes batches.
-        config: How.
+        config: How to train.
     """
 
     model: PreTrainedModel
@@ -80,7 +80,7 @@ class FineTuning(Experiment):
         self.scheduler = get_linear_schedule_with_warmup(self.optimizer, math.ceil(warmup), total)
 
     def batches(self, config: TrainingConfig, generator: torch.Generator) -> Sequence[Int[Tensor, " b"]]:
-        """Return shuffled batches, of similar lengths where the config says so."""
+        """Return shuffled batches, of similar lengths if the config asks for it."""
         assert isinstance(config, LanguageTraining)
         if not config.group_by_length:
             return super().batches(config, generator)
@@ -97,7 +97,7 @@ class FineTuning(Experiment):
         return len(batch["input_ids"]) * (2 if self.task.kind == "spans" else 1)
 
     def nll(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the model's loss, which is a mean over the labels, as a sum; of a score it is the squared error.
+        """Return the model's loss, which is a mean over the labels, as a sum; for a score it is the squared error.
 
         During CUDA-graph capture a mask cannot be checked for equal rows, so it is passed as one row.
         """

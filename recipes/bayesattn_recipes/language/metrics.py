@@ -1,4 +1,4 @@
-"""GLUE's and SQuAD's own metrics, by their definitions; what measures uncertainty is in `bayesattn.metrics`.
+"""GLUE's and SQuAD's own metrics, by their definitions; measures of uncertainty are in `bayesattn.metrics`.
 
 Each takes predictions and labels and returns a float. Where a definition divides by zero (a model that predicts one class
 only, or a constant score), the value is 0, as on GLUE's leaderboard.
@@ -88,13 +88,13 @@ def best_null_threshold(
 ) -> tuple[float, float]:
     """Return the no-answer threshold with the highest mean score, and that score (SQuAD 2.0).
 
-    A question is left unanswered where its null score lies above the threshold. That scores 1 where there is no answer;
-    answering scores `answered` where there is one, and 0 where there is none.
+    A question is left unanswered if its null score is above the threshold. That scores 1 if there is no answer; answering
+    scores `answered` if there is one, and 0 if there is none.
 
     Args:
         null_scores: Score of "no answer", per question.
         answered: Exact match or F1 of the answer a question would get.
-        has_answer: Whether it has an answer.
+        has_answer: Whether the question has an answer.
     """
     if not null_scores:
         raise ValueError("null_scores must hold at least one question, got none")

@@ -52,7 +52,7 @@ TINY: dict[str, Any] = {
 TINY_WORDS = 2000
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-# how architectures name the three rates
+# the names that architectures give the three rates
 _DROPOUTS = {
     "dropout": ("hidden_dropout_prob", "dropout", "hidden_dropout", "mlp_dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
@@ -61,7 +61,7 @@ _DROPOUTS = {
 
 
 def find_encoder(encoder: str, data: Path | None) -> str:
-    """Return where an encoder is: `tiny`, the path of a folder, or a name for the hub."""
+    """Return the place of an encoder: `tiny`, the path of a folder, or a name for the hub."""
     if encoder == "tiny":
         return encoder
     if encoder == "e5-small":
@@ -128,7 +128,7 @@ def set_up(config: PreTrainedConfig, kind: Kind, num_outputs: int, rates: dict[s
         if not found:
             raise ValueError(f"{name} must be null, because a {config.model_type} encoder has no such rate, got {rate!r}")
         setattr(config, found[0], rate)
-    # runs are fp32 whatever the file is stored in; autocast decides what is computed in bf16
+    # runs are fp32 whatever the type in the file; autocast decides what is computed in bf16
     config.dtype = torch.float32
     return config
 
@@ -148,7 +148,7 @@ def load_pretrained(where: str, config: PreTrainedConfig, kind: Kind, attention:
         load_encoder(model, packed_weights(packed), where)
         return bayesianize(model, **attention_options(attention))
     try:
-        # neither pickled weights nor code that comes with them
+        # load neither pickled weights nor code that comes with them
         options = {"use_safetensors": True, "trust_remote_code": False}
         model = _auto_class(kind).from_pretrained(where, config=config, dtype=torch.float32, **options)
     except OSError as error:
@@ -171,7 +171,7 @@ def load_encoder(model: PreTrainedModel, weights: dict[str, Tensor], where: str)
 
 
 def find_packed(where: str) -> Path | None:
-    """Return the compressed weights of an encoder whose folder has no others; None where there is nothing to decompress."""
+    """Return the compressed weights of an encoder whose folder has no others; None if there is nothing to decompress."""
     folder = Path(where)
     is_packed = folder.is_dir() and not (folder / WEIGHTS).is_file() and (folder / f"{WEIGHTS}.xz").is_file()
     return folder / f"{WEIGHTS}.xz" if is_packed else None

@@ -1,8 +1,8 @@
 """M predictions of a fine-tuned encoder.
 
-Methods: `mean` draws nothing, `attention` draws attention weights, `dropout` draws dropout masks (of a soft model, those on
-its attention weights included), `attention+dropout` both, and `post-hoc` draws attention weights of a model trained
-with soft attention, with the noise that suits its validation data best (`tune_noise`; nothing is trained).
+Methods: `mean` draws nothing, `attention` draws attention weights, `dropout` draws dropout masks (for a soft model,
+including those on its attention weights), `attention+dropout` both, and `post-hoc` draws attention weights of a model
+trained with soft attention, with the noise that fits its validation data best (`tune_noise`; nothing is trained).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,11 @@ from bayesattn_recipes.language.tasks import Task, find_task
 from bayesattn_recipes.language.train import LanguageConfig
 
 BATCH_SIZE = 64
-# without draws a GPU gets as many texts at once as it otherwise gets texts times draws
+# on a GPU, a batch without draws has the size of texts × draws with them
 MEAN_BATCH_SIZE = {"cuda": 512, "cpu": BATCH_SIZE}
 # tokens per forward pass, draws included: bounds the memory of the activations
 TOKENS_PER_PASS = {"cuda": 2**18, "cpu": 2**13}
-# draws behind every candidate of `tune_noise`
+# draws per candidate of `tune_noise`
 TUNING_SAMPLES = 10
 
 # by split and method, one record per question
@@ -104,7 +104,7 @@ class Predictor:
 
     @contextmanager
     def _noise_for(self, method: str, validation: Split, seed: int) -> Iterator[None]:
-        """Give a soft model the noise that suits its validation data, for the method `post-hoc`."""
+        """Give a soft model the noise that fits its validation data best, for the method `post-hoc`."""
         if method != "post-hoc":
             yield
             return
@@ -151,7 +151,7 @@ class Predictor:
         return samples
 
     def doubtful_examples(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> DoubtfulExamples | None:
-        """Return the texts about which a classifier has most doubt in closed form; None where there is no closed form."""
+        """Return the texts for which a classifier has the most doubt in closed form; None if there is no closed form."""
         if self.task.kind != "classification" or self.config.attention.is_rival:
             return None
 

@@ -23,7 +23,7 @@ class Split:
 
     Attributes:
         rows: Token ids and labels; one row per example, or per window of a question.
-        labels: Class or score of every example; None where there is no right answer, and for questions.
+        labels: Class or score of every example; None if there is no right answer, and for questions.
         questions: Questions of a span task.
         windows: Windows of a span task, one per row.
         num_truncated: Examples that lost their end to the length limit (questions: 0, they get several windows).
@@ -42,12 +42,12 @@ class Prepared:
 
     Attributes:
         task: The task.
-        encoder: Where the encoder is (`find_encoder`).
+        encoder: Place of the encoder (`find_encoder`).
         tokenizer: Its tokenizer.
         splits: `train`, `validation` and `test`.
         sources: The same before tokenization, for shifts.
         class_names: One per class.
-        note: How the splits were made where they are not the official ones.
+        note: How the splits were made if they are not the official ones.
         skipped: Rows of a broken file that were left out.
     """
 
@@ -74,9 +74,9 @@ def prepare(
 
     Args:
         task_name: The task.
-        encoder: Whose tokenizer to use.
+        encoder: Encoder whose tokenizer to use.
         max_length: Tokens per text or window.
-        train_size: Training examples at most, chosen by the hash of their texts; None takes all.
+        train_size: Largest number of training examples, chosen by the hash of their texts; None takes all.
         source: `files` or `datasets`.
         data: The data folder.
     """

@@ -2,8 +2,8 @@
 
 One training run serves several rows: a model trained with soft attention is also predicted with MC dropout and with noise
 tuned afterwards, and three of them make an ensemble. Runs are written without their parameters (an encoder's are 130 MB);
-the predictions are kept, so `bayesattn report` works on them. The tables and figures need less: the cells, and of every
-run the means over its draws, in its folder `means`.
+the predictions are kept, so `bayesattn report` works on them. The tables and figures need less: the cells, and the
+means over every run's draws, in its folder `means`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from bayesattn_recipes.language.train import (
 NUM_SAMPLES = 20
 ENSEMBLE_SIZE = 3
 
-# row of the table: variant it is trained with, how it is drawn (None: not at all)
+# row of the table: variant it is trained with, what is drawn (None: nothing)
 ROWS: dict[str, tuple[str, str | None]] = {
     "soft": ("soft", None),
     "dropout": ("soft", "dropout"),
@@ -86,10 +86,10 @@ def reproduce(
         out: Where runs, cells and tables go.
         console: For progress.
         jobs: Runs at the same time, each in a process of its own. One run leaves a GPU mostly waiting for the host.
-        minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
+        minutes: No run begins later than this; the tables cover the finished runs, and the same call continues later.
         settings: `name=value`, on top of every config.
         noise: Strengths of the shifted test sets; none by default, because they multiply the time of evaluation.
-        search: Compare kinds of attention with settings chosen from equally many (`tuned.py`).
+        search: Compare kinds of attention, each with the same number of settings to choose from (`tuned.py`).
 
     Returns:
         The Markdown file.
@@ -113,7 +113,7 @@ def reproduce(
     with ExitStack() as stack:
 
         def prepare(missing: Sequence[Runs[LanguageRuns]]) -> None:
-            # data are read and tokenized now, once for all runs: a missing file must not be found after hours
+            # read and tokenize the data now, once for all runs: a missing file must not show up after hours
             for encoder in sorted({plan.work.prepared[0].encoder for plan in missing}):
                 stack.enter_context(unpacked(encoder))
 
@@ -155,7 +155,7 @@ class LanguageRuns:
     """The runs of one config.
 
     Attributes:
-        config: Its settings but for variant and seed.
+        config: Its settings except variant and seed.
         data: The data folder.
         noise: Strengths of the shifted test sets.
     """
@@ -170,7 +170,7 @@ class LanguageRuns:
         return dataclasses.replace(self.config, attention=attention, seed=seed)
 
     def methods(self, variant: str) -> list[str]:
-        """Return how the models of a variant are predicted: without draws, and in every way that a row needs."""
+        """Return the methods that predict the models of a variant: without draws, and every one that a row needs."""
         possible = possible_rows(find_task(self.config.task).kind, list(ROWS))
         drawn = [method for trained, method in map(ROWS.__getitem__, possible) if trained == variant]
         return ["mean", *(method for method in drawn if method not in (None, "ensemble"))]
@@ -187,7 +187,7 @@ class LanguageRuns:
         return prepared, splits
 
     def identity(self, variant: str, seed: int) -> dict[str, Any]:
-        """Return everything that the numbers of a run depend on."""
+        """Return everything the numbers of a run depend on."""
         config = dataclasses.asdict(self.config_of(variant, seed))
         return {"config": config, "noise": list(self.noise), "num_samples": NUM_SAMPLES}
 
@@ -220,7 +220,7 @@ def plan_runs(work: LanguageRuns, name: str, rows: Sequence[str], num_seeds: int
 
 
 def finished_rows(plan: Runs[LanguageRuns], rows: Sequence[str], num_seeds: int, out: Path) -> list[Cell]:
-    """Return what the tables show of every row and seed whose runs are finished."""
+    """Return the table entries of every row and seed whose runs are finished."""
     found, cells = plan.read(out), []
     for row in possible_rows(find_task(plan.work.config.task).kind, rows):
         variant, method = ROWS[row]
@@ -242,7 +242,7 @@ def finished_rows(plan: Runs[LanguageRuns], rows: Sequence[str], num_seeds: int,
 
 
 def _ensemble(plan: Runs[LanguageRuns], found: Cells, seed: int, out: Path) -> dict[str, Any] | None:
-    """Average the predictions of the members, each of which counts as one draw; None where one is missing."""
+    """Average the predictions of the members, each counting as one draw; return None if one is missing."""
     if any(member not in found["soft"] for member in members(seed)):
         return None
     identity = {**plan.work.identity("soft", seed), "ensemble": members(seed)}
@@ -270,7 +270,7 @@ def _ensemble(plan: Runs[LanguageRuns], found: Cells, seed: int, out: Path) -> d
 
 
 def _write_predictions(folder: Path, predictions: Predictions) -> None:
-    """Write all draws, and beside them their means: a twentieth of the size, and all that tables and figures need."""
+    """Write all draws and, beside them, their means: a twentieth of the size, and all the tables and figures need."""
     write_predictions(folder, predictions)
     splits = {
         name: SplitPredictions({m: draws.mean(dim=0, keepdim=True) for m, draws in split.samples.items()}, split.labels)

@@ -40,7 +40,7 @@ class Served:
         label: The class, the score of a regression as text, or the answer of a question ("" for none).
         probability: Probability of the class or answer, averaged over the draws; None for a score.
         p_value: p-value of a paired t-test that it is more probable than the runner-up; None for a score, and without draws.
-        trust: Whether the probability reaches the threshold of the run; None where it has none (`Classifier.note`).
+        trust: Whether the probability reaches the threshold of the run; None if it has none (`Classifier.note`).
         probabilities: Probabilities of every class; None for a score.
         deviation: Standard deviation of a score over the draws; None otherwise.
         truncated: Whether the text was longer than the model reads, and lost its end.
@@ -79,9 +79,9 @@ class Classifier:
 
     Args:
         run: The run.
-        num_samples: Draws per answer; None takes as many as the rule of trust was chosen with, or 20.
+        num_samples: Draws per answer; None takes the number that the rule of trust was chosen with, or 20.
         seed: Seed of the draws.
-        method: How to draw; None takes the usual way of the run, and draws nothing where it has none.
+        method: How to draw; None takes the usual way of the run, and draws nothing if it has none.
     """
 
     def __init__(self, run: LoadedRun, *, num_samples: int | None = None, seed: int = 0, method: str | None = None) -> None:
@@ -101,7 +101,7 @@ class Classifier:
 
     @property
     def note(self) -> str:
-        """What `trust` of the answers means, or why there is none."""
+        """The meaning of the answers' `trust`, or why there is none."""
         again = f"run `bayesattn evaluate {self.run.folder} --method {self.method}"
         if self.run.task.kind == "regression":
             return "no answer is marked: a score is neither right nor wrong"

@@ -65,7 +65,7 @@ def _changed(text: str, parts: list[str], glue: str, rate: float, replacement: C
 
 
 def noisy(entries: Sequence[Any], kind: str, strength: float) -> list[Any]:
-    """Change every text of a split; of a question only its own text, because the answer's position must not change.
+    """Change every text of a split; for a question only its own text, because the answer's position must not change.
 
     Args:
         entries: Examples or questions.
@@ -91,7 +91,7 @@ def shifted_splits(task: Task, test: Sequence[Any], noise: Sequence[float], data
     Args:
         task: The task the model was trained for.
         test: Its test split.
-        noise: Strengths; 0 is left out, and where nothing is left there is no shifted set at all.
+        noise: Strengths; 0 is left out, and without any other there is no shifted set at all.
         data: The data folder; related tasks that are not in it are left out.
     """
     strengths = [strength for strength in noise if strength != 0.0]

@@ -5,7 +5,7 @@ The scores of a model define a distribution over the answers of a question: over
 
     p(i, j) ∝ exp(start_i + end_j),      and for "no answer"  p(∅) ∝ exp(min over windows of start_CLS + end_CLS)
 
-so answers have probabilities, and everything that measures classifiers applies: the classes of a question are its
+so answers have probabilities, and every measure of classifiers applies: the classes of a question are its
 `NUM_CANDIDATES` most probable answers, "no answer" (2.0 only) and "another answer", which gets the rest.
 """
 
@@ -31,8 +31,8 @@ class WindowScores:
         log_total: ln Σ exp(start + end) over its spans.
         null: start_CLS + end_CLS.
         spans: Its best spans by the mean score, first and last token.
-        scores: Their scores, −inf where a window has fewer spans.
-        log_right: ln Σ exp(start + end) over the spans of right answers, −inf where it holds none.
+        scores: Their scores, −inf if a window has fewer spans.
+        log_right: ln Σ exp(start + end) over the spans of right answers, −inf if it holds none.
     """
 
     log_total: Float[Tensor, " s"]
@@ -54,7 +54,7 @@ def score_windows(
         start: Scores of first tokens, draws first.
         end: Scores of last tokens.
         allowed: Tokens of the paragraph.
-        right: By window, the spans of right answers; None where they are not known.
+        right: Spans of the right answers, by window; None if they are not known.
     """
     longest = MAX_ANSWER_TOKENS
     null = (start[:, :, 0] + end[:, :, 0]).float()
@@ -88,10 +88,10 @@ class Answer:
     """The distribution over the answers of one question.
 
     Attributes:
-        texts: The candidates, the most probable first; "" stands for "no answer" and is there in 2.0 only.
-        probabilities: By draw, of every candidate, and last of "another answer".
+        texts: The candidates, the most probable first; "" stands for "no answer" and occurs in 2.0 only.
+        probabilities: Probability of every candidate and, last, of "another answer", by draw.
         null_score: Mean over draws of ln p(∅) − ln p(best span).
-        right: By draw, the probability of the right answers: of their spans, or of "no answer" where that is right.
+        right: Probability of the right answers by draw: of their spans, or of "no answer" if that is right.
     """
 
     texts: list[str]
@@ -144,8 +144,8 @@ def answer(question: Question, pieces: Sequence[tuple[Window, WindowScores]], *,
 def exchange(samples: Float[Tensor, "s n c"], own: Int[Tensor, " n"], common: Int[Tensor, " n"]) -> Float[Tensor, "s n c"]:
     """Swap two classes of every question so that the right one is `common` instead of `own`.
 
-    Two ways to predict rank the answers of a question differently, so the right one is another class in each; their
-    predictions share one list of labels.
+    Two ways to predict rank the answers of a question differently, so the right one has a different class in each; but
+    their predictions share one list of labels.
     """
     places = torch.arange(samples.shape[2]).repeat(len(own), 1)
     rows = torch.arange(len(own))

@@ -14,10 +14,10 @@ from bayesattn_recipes.language.tasks import Task
 STRIDE = 128
 # tokens of the paragraph that a window has to have room for
 MIN_ROOM = 8
-# articles of the dev file that make the test split where it is the only file, and of those left that make validation
+# if the dev file is the only file: its articles in the test split, and those of the rest in validation
 TEST_ARTICLES = {"1.1": 10, "2.0": 7}
 VALIDATION_ARTICLES = {"1.1": 5, "2.0": 4}
-# of the articles of a training file
+# share of the articles of a training file
 VALIDATION_SHARE = 0.05
 HUB_NAMES = {"1.1": "rajpurkar/squad", "2.0": "rajpurkar/squad_v2"}
 
@@ -30,7 +30,7 @@ class Question:
         id: SQuAD's.
         question: Its text.
         context: The paragraph.
-        answers: The right answers (text, first character); none where the paragraph has none.
+        answers: The right answers (text, first character); none if the paragraph has none.
         title: The article.
     """
 
@@ -176,7 +176,7 @@ class Window:
 def windows(tokenizer: Any, questions: Sequence[Question], max_length: int) -> list[Window]:
     """Cut every paragraph into windows of `max_length` tokens that overlap by `STRIDE`.
 
-    The labels of a window are the first and last token of the first right answer, or token 0 (CLS) twice where the
+    The labels of a window are the first and last token of the first right answer, or token 0 (CLS) twice if the
     window does not hold it. The cutting is done here: tokenizers that truncate before they overflow lose the end of a text.
     """
     cut = []

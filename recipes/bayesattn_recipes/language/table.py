@@ -21,9 +21,9 @@ TABLE_FILE = "table.md"
 CALIBRATION_FOLDER = "calibration"
 # means over the draws of a run
 MEANS_FOLDER = "means"
-# rows whose cells share runs: numbers that are not independent have no interval and no test
+# rows whose cells share runs: their numbers are not independent and have no interval or test
 SHARING_ROWS = ("ensemble",)
-# of classes; scaled: after the temperature that suits the validation texts best
+# of classes; scaled: after the temperature that fits the validation texts best
 UNCERTAINTY = {
     "nll": ("NLL", 1.0, 3), "scaled_nll": ("NLL, scaled", 1.0, 3), "ece": ("ECE %", 100.0, 1),
     "aurc": ("AURC %", 100.0, 2), "pavpu_05": ("PAvPU %", 100.0, 1),
@@ -50,7 +50,7 @@ def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], consol
     Args:
         out: Their folder.
         cells: From `reproduce`.
-        tasks: By config name, the name of its task.
+        tasks: Name of the task by config name.
         console: Where to print.
     """
     sections, panels = [], {}
@@ -161,7 +161,7 @@ def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
 
 
 def _draw_calibration(folder: Path, name: str, task: Task, cells: Sequence[Cell]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Draw one calibration plot per row, the test predictions of all seeds together; returns confidences and accuracies."""
+    """Draw one calibration plot per row, the test predictions of all seeds together; return confidences and accuracies."""
     folder.mkdir(parents=True, exist_ok=True)
     curves = {}
     for row in dict.fromkeys(cell["row"] for cell in cells):

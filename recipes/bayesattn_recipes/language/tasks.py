@@ -1,4 +1,4 @@
-"""The tasks: which files they come in, which labels they have, how they are measured, and what the paper reports.
+"""The tasks: their files, their labels, their metrics, and what the paper reports.
 
 A task is classification (one class per text or pair), regression (STS-B's score) or spans (SQuAD: where the answer is).
 """
@@ -15,14 +15,14 @@ class Task:
 
     Attributes:
         name: As in configs and tables.
-        kind: What is predicted.
+        kind: Kind of prediction.
         folder: Its folder in GLUE's distribution, or SQuAD's version.
         texts: Columns of the one or two texts.
         label: Column of the label.
-        labels: The labels as files write them, class by class; empty where they are numbers or positions.
+        labels: The labels as written in the files, class by class; empty if they are numbers or positions.
         class_names: Words for the classes.
         metrics: Names from `metrics.py`; the first is the one of the paper's table.
-        paper: The paper's values of the first metric in percent, soft and BAM-WC, for ALBERT-base; None where it has none.
+        paper: The paper's values of the first metric in percent, soft and BAM-WC, for ALBERT-base; None if it has none.
     """
 
     name: str

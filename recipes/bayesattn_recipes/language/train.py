@@ -43,8 +43,8 @@ class LanguageConfig:
         dropout: Dropout rate of the encoder's hidden states; null keeps the encoder's own rate.
         attention_dropout: Dropout rate of the attention weights; null keeps the encoder's rate for soft attention and
             switches it off for a sampled one, whose noise takes its place.
-        classifier_dropout: Before the head; null keeps the encoder's rate.
-        train_size: Training examples at most; null takes all.
+        classifier_dropout: Dropout rate before the head; null keeps the encoder's rate.
+        train_size: Largest number of training examples; null takes all.
         source: `files` of the data folder, or the hub's copy through the package `datasets`.
     """
 
@@ -73,7 +73,7 @@ class LanguageConfig:
 
     @property
     def dropout_rates(self) -> dict[str, float | None]:
-        """The three rates as they are used; None keeps the encoder's."""
+        """The three rates as used; None keeps the encoder's."""
         attention = self.attention_dropout
         if attention is None and self.attention.is_stochastic:
             attention = 0.0
@@ -82,7 +82,7 @@ class LanguageConfig:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A trained model and what belongs to it."""
+    """A trained model with its data and log."""
 
     model: PreTrainedModel
     prepared: Prepared
@@ -94,14 +94,14 @@ class LoadedRun:
     """A run folder, read.
 
     Attributes:
-        folder: Where it is.
+        folder: Its path.
         config: Config of the run.
         task: Its task.
         model: In eval mode, on a GPU if there is one.
         tokenizer: Its tokenizer.
         class_names: One per class.
         num_texts: Texts per example, one or two.
-        data: The data folder it was trained from, as it was given; None if none was.
+        data: The data folder it was trained from, as given; None if none was.
     """
 
     folder: Path
@@ -125,7 +125,7 @@ def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:
 
 
 def make_collator(config: LanguageConfig, tokenizer: Any) -> Collator:
-    """Return what makes batches for a run."""
+    """Return the collator of a run."""
     return Collator(tokenizer.pad_token_id or 0, max_length=config.max_length)
 
 
@@ -208,7 +208,7 @@ def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path |
 
 
 def load_run(folder: Path) -> LoadedRun:
-    """Read a run folder back: nothing but the folder is needed."""
+    """Read a run folder back; only the folder is needed."""
     config = runs.load_run_config(folder, LanguageConfig, RECIPE)
     run = read_run(folder)
     task = find_task(config.task)
@@ -220,7 +220,7 @@ def load_run(folder: Path) -> LoadedRun:
             class_names, num_texts = tuple(run["class_names"]), int(run["num_texts"])
             model = build_model(AutoConfig.for_model(**run["model_config"]), task.kind, config.attention)
         except Exception as error:
-            # transformers and torch raise many kinds of errors where a size is missing, of the wrong type or negative
+            # transformers and torch raise many kinds of errors if a size is missing, of the wrong type or negative
             raise RunError(f"{folder} does not describe a model that can be built: {error}") from error
     runs.load_parameters(folder, model)
     if torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 `bayesattn evaluate` chooses the threshold and keeps it in `metrics.json`; `bayesattn predict` applies and explains it. The
 guarantee is that of `metrics.SelectivePredictor`, for new texts like those of the validation split; a little
-optimistic where training chose its epoch by that split (`training.keep`).
+optimistic if training chose its epoch by that split (`training.keep`).
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ class TrustRule:
     """Which answers to trust.
 
     Attributes:
-        threshold: Smallest probability of a trusted answer; None where no error rate can be promised.
-        error: Promised: at most this share of the trusted answers is wrong.
+        threshold: Smallest probability of a trusted answer; None if no error rate can be promised.
+        error: The promise: at most this share of the trusted answers is wrong.
         level: Probability that the promise holds, over the draw of the validation texts.
         num_samples: Draws behind each probability; the rule holds for this number.
         num_examples: Validation texts.
@@ -72,13 +72,13 @@ def choose_rule(confidence: Float[Tensor, " n"], correct: Shaped[Tensor, " n"], 
             found = SelectivePredictor.for_error(confidence, correct, target, level=LEVEL)
         except ValueError:
             continue
-        # where everything is trusted the threshold lies below all numbers, and a probability is at least 0
+        # if everything is trusted, the threshold is below all numbers, but a probability is at least 0
         return TrustRule(max(found.threshold, 0.0), target, LEVEL, num_samples, len(confidence), found.calibration.coverage)
     return TrustRule(None, TARGETS[-1], LEVEL, num_samples, len(confidence), 0.0)
 
 
 def read_rule(folder: Path, method: str) -> TrustRule | None:
-    """Return the rule of a run for one way to draw; None where `bayesattn evaluate` has not chosen one."""
+    """Return the rule of a run for one way to draw; None if `bayesattn evaluate` has not chosen one."""
     path = folder / METRICS_FILE
     if not path.exists():
         return None

@@ -1,8 +1,8 @@
 """A fine-tuned encoder with equal search: soft attention, MC dropout and Bayesian variants, eight settings each.
 
 Settings are scored on the validation texts, which are held out of the training set, by a seed that is not reported: by NLL
-after a temperature. The best one is trained with seeds 0, 1, …, and measured on the dev set. The grids hold what the paper
-says of its own settings: its k of each task, and its weight of the KL, β = 0.01 with a mean over entries.
+after a temperature. The best one is trained with seeds 0, 1, …, and measured on the dev set. The grids include the
+paper's own settings: its k for each task, and its weight of the KL, β = 0.01 with a mean over entries.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ PAPER_KL = "training.kl_schedule.final=1.9e-4"
 
 
 def kinds(task: str) -> dict[str, Kind]:
-    """Return what is compared on a task."""
+    """Return the kinds compared on a task."""
     soft = crossed(("dropout", (0, 0.1, 0.2, 0.3)), ("attention_dropout", (0, 0.1)))
     paper = (f"attention.weibull_k={PAPER_K[task]}", PAPER_KL)
     return {
@@ -67,7 +67,7 @@ def compare(
         console: Where to print.
         settings: `name=value` on top of every config.
         jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table is then of the runs that are finished.
+        minutes: Begin no run after this time; the table then covers the finished runs.
 
     Raises:
         RunError: There was no time for all runs of the search of any task.

@@ -1,4 +1,4 @@
-"""Batches of similar lengths with as many tokens as fit, and their padded tensors."""
+"""Batches of similar lengths, filled with tokens up to a limit, and their padded tensors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ def encode_pairs(pairs: Pairs, vocabulary: Vocabulary, max_tokens: int | None = 
 
     Args:
         pairs: Sentences and translations.
-        vocabulary: Both sides'.
+        vocabulary: Vocabulary of both sides.
         max_tokens: Pairs with a longer side are left out (training); None keeps all.
     """
     encoded = zip(vocabulary.encode(pairs.sources), vocabulary.encode(pairs.targets), strict=True)
@@ -44,7 +44,7 @@ def token_batches(
     Args:
         corpus: The pairs.
         batch_tokens: Largest sentences × longest side; a longer pair is a batch of its own.
-        generator: Shuffles; None keeps the order of lengths, for evaluation.
+        generator: Shuffles the batches; None keeps the order of lengths, for evaluation.
         pad_to: Widths are multiples of this.
     """
     shape = torch.tensor([[len(t), len(s)] for s, t in zip(*corpus, strict=True)])
@@ -86,5 +86,5 @@ def make_batch(sources: Sequence[list[int]], targets: Sequence[list[int]], *, pa
 
 
 def _pad(rows: Sequence[list[int]], width: int) -> Int[Tensor, "b n"]:
-    # by numpy, which reads nested lists several times faster
+    # with numpy, which reads nested lists several times faster
     return torch.from_numpy(np.array([row + [PAD] * (width - len(row)) for row in rows], dtype=np.int64))

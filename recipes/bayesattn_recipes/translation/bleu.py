@@ -8,14 +8,14 @@ Kind = Literal["cased", "lowercase", "tokenized"]
 
 
 class CorpusScore(NamedTuple):
-    """A score and sacrebleu's signature of it."""
+    """A score and its sacrebleu signature."""
 
     score: float
     signature: str
 
 
 class Counts(NamedTuple):
-    """What BLEU counts in a sentence: n-grams found in the reference, n-grams, and both lengths. They add up."""
+    """The counts of a sentence that BLEU needs: n-grams found in the reference, n-grams, and both lengths. They add up."""
 
     correct: tuple[int, ...]
     total: tuple[int, ...]
@@ -39,7 +39,7 @@ def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = 
 
     Args:
         outputs: Translations.
-        references: One each.
+        references: One per translation.
         kind: `cased` or `lowercase` text, tokenized by sacrebleu's rules (13a); or `tokenized` text, lower-cased and taken
             as it is (IWSLT14's files, and the paper's kind of BLEU).
     """
@@ -88,7 +88,7 @@ def bootstrap_p_value(
     """Return the p-value of a paired bootstrap test that two systems have the same BLEU (Koehn, 2004).
 
     It is sacrebleu's: the share of resamples whose absolute difference exceeds its own mean by the observed one. So it
-    counts one side, and is somewhat below one half where there is no difference.
+    counts one side, and is somewhat below one half if there is no difference.
     """
     metric = _metrics().BLEU()
     if list(baseline) == list(ours):

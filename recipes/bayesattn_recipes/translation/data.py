@@ -3,7 +3,7 @@
 DATA/multi30k/task1_raw/{train,val,test_2016_flickr,…}.{de,en}[.gz]     29,000 captions of photographs, as published
 DATA/tatoeba_deu_eng/deu.txt[.xz]                                        169,197 everyday sentences, no official split
 DATA/iwslt14/{train,valid,test}.{de,en}[.gz|.xz]                         talks; the full set, if you have it
-DATA/iwslt14_de_en_valid_test/{valid,test}.{de,en}[.xz]                  its validation and test part alone
+DATA/iwslt14_de_en_valid_test/{valid,test}.{de,en}[.xz]                  only its validation and test parts
 """
 
 import hashlib
@@ -26,7 +26,7 @@ IWSLT14 = {"train": "train", "validation": "valid", "test": "test"}
 # a domain different from both training sets, tokenized and lower-cased by its makers
 OUT_OF_DOMAIN = "iwslt14-test"
 
-# of 1,000 groups of sentences, how many are held out for validation, and how many for the test
+# groups of sentences, out of 1,000, held out for validation and for the test
 TATOEBA_SHARES = (20, 20)
 
 
@@ -36,7 +36,7 @@ def load_splits(name: str, folder: Path | None) -> dict[str, Pairs]:
 
     Args:
         name: `multi30k`, `tatoeba` or `iwslt14`.
-        folder: Where the data sets are.
+        folder: Folder of the data sets.
     """
     if name not in LOADERS:
         raise ValueError(f"dataset must be one of {', '.join(map(repr, LOADERS))}, got {name!r}")
@@ -49,7 +49,7 @@ def load_splits(name: str, folder: Path | None) -> dict[str, Pairs]:
 
 
 def load_out_of_domain(folder: Path) -> Pairs | None:
-    """Return the IWSLT14 test set, or None where it is not available."""
+    """Return the IWSLT14 test set, or None if it is not available."""
     place = folder / "iwslt14_de_en_valid_test"
     return _read(place, "test") if place.is_dir() else None
 
@@ -80,13 +80,13 @@ def split_by_sentence(pairs: Pairs, shares: tuple[int, int] = TATOEBA_SHARES) ->
     """Split pairs so that no sentence of either language is in two splits.
 
     Sentences that are connected by pairs (one English sentence has several translations, and they have others) form a
-    group and stay together. The SHA-256 of its first English sentence decides the split of a group: it depends on
+    group and stay together. The SHA-256 of a group's first English sentence decides its split, which thus depends on
     the sentences alone, not on their order or on a random number. Held-out splits keep one pair of every German
     sentence.
 
     Args:
         pairs: Sentences and translations; repeated pairs count once.
-        shares: Out of 1,000 groups, how many go to validation and to test.
+        shares: Numbers of groups, out of 1,000, that go to validation and to test.
     """
     rows = sorted(without_repeats(zip(pairs.targets, pairs.sources, strict=True)))
     group = _connected(rows)

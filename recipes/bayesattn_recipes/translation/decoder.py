@@ -1,9 +1,9 @@
-"""The decoder: LSTM layers with additive attention and input feeding, a step at a time or over a whole sequence.
+"""The decoder: LSTM layers with additive attention and input feeding, one step at a time or over a whole sequence.
 
-`unroll` is a pure function of tensors. What is random (attention noise, dropout) is drawn before it and passed in, what is
+`unroll` is a pure function of tensors. Random values (attention noise, dropout) are drawn before it and passed in. What is
 the same at every step (projected keys, the embeddings' share of the gates) is computed before it, the KL once after the
-last step, and the output layer outside, over all steps. So the loop holds two matrix products per layer and the attention,
-never waits for the device, and can be compiled or recorded (`graphs.py`).
+last step, and the output layer outside, over all steps. So the loop consists of two matrix products per layer and the
+attention, never waits for the device, and can be compiled or recorded (`graphs.py`).
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Memory(NamedTuple):
 
 
 class Unrolled(NamedTuple):
-    """Every step of a sequence, and the KL of all of them where it is needed."""
+    """Every step of a sequence, and the KL of all of them if it is needed."""
 
     states: Float[Tensor, "b t h"]
     contexts: Float[Tensor, "b t d"]
@@ -52,13 +52,13 @@ class Decoder(nn.Module):
     """Layers of LSTM cells; the first reads the previous token and context, the last gives the query of the attention.
 
     Args:
-        attention: Which attention; the latent alignments run on soft attention, their prior.
+        attention: Config of the attention; the latent alignments run on soft attention, their prior.
         embedding_dim: Features of a target token.
         memory_dim: Features of a source position.
         hidden_dim: Features of an LSTM layer.
         attention_dim: Width of the attention's tanh layer.
         num_layers: LSTM layers.
-        dropout: Between layers.
+        dropout: Dropout rate between layers.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         """Return the state before the first step: all zeros."""
         values, (b, _, d) = memory.values, memory.values.shape
         shape = (b, num_hypotheses, self.hidden_dim)
-        # the cell accumulates over all steps, so it stays in float32 where the rest is bfloat16
+        # the cell accumulates over all steps, so it stays in float32 even if the rest is bfloat16
         cell = values.new_zeros(shape, dtype=torch.promote_types(values.dtype, torch.float32))
         hidden, layers = values.new_zeros(shape), self.num_layers
         return State((hidden,) * layers, (cell,) * layers, values.new_zeros(b, num_hypotheses, d))
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
             input_gates: `self.input_gates` of the embedded token.
             state: From `start` or the step before.
             memory: The source.
-            bias: From `plan_bias` for this step; None where the attention module draws by itself.
+            bias: From `plan_bias` for this step; None if the attention module draws by itself.
             noise: From `plan_context` for this step.
             drop: Dropout masks between the layers.
 
@@ -137,14 +137,14 @@ class Decoder(nn.Module):
     def plan_noise(
         self, memory: Memory, num_steps: int
     ) -> tuple[Float[Tensor, "b #t n"] | None, Float[Tensor, "b t d"] | None]:
-        """Return the noise of all steps' weights and contexts: `bias` and `noise` of `unroll`, None where there is none."""
+        """Return the noise of all steps' weights and contexts: `bias` and `noise` of `unroll`, None if there is none."""
         attention = self.attention
         if not attention.draws_ahead:
             return None, None
         return attention.plan_bias(memory.mask, num_steps), attention.plan_context(memory.values, num_steps)
 
     def plan_dropout(self, like: Float[Tensor, "b t g"]) -> Float[Tensor, "t layers b 1 h"] | None:
-        """Return the dropout masks of all steps in one draw; None where dropout is off."""
+        """Return the dropout masks of all steps in one draw; None if dropout is off."""
         b, t, _ = like.shape
         if not self.dropout.training or self.dropout.p == 0.0 or self.num_layers == 1:
             return None
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         Args:
             input_gates: `self.input_gates` of the embedded tokens.
             values: From the memory, like the next two.
-            keys: Projected.
+            keys: The projected keys.
             mask: True for keys that exist.
             bias: From `plan_noise`; None for attention that draws by itself.
             noise: From `plan_noise`.
@@ -197,12 +197,12 @@ def lstm_cell(
     """Return hidden and cell state of an LSTM from its gates i, f, o, g: c' = σ(f) c + σ(i) tanh(g), h = σ(o) tanh(c').
 
     Args:
-        gates: Before their nonlinearities.
-        cell: The cell state before, float32 or better.
-        given: Added to the gates.
+        gates: Values before the nonlinearities.
+        cell: The previous cell state, float32 or better.
+        given: Values added to the gates.
     """
     if _runs_fused(gates, cell):
-        # only now: a machine without a GPU need not have triton
+        # imported late: a machine without a GPU need not have triton
         from bayesattn_recipes.translation.lstm import triton
 
         return triton.lstm_cell(gates, cell, given)
@@ -232,7 +232,7 @@ class Readout(nn.Module):
         hidden_dim: Features of the decoder's top layer.
         memory_dim: Features of a context.
         vocabulary_size: Tokens.
-        dropout: Before the last layer.
+        dropout: Dropout rate before the last layer.
     """
 
     def __init__(self, hidden_dim: int, memory_dim: int, vocabulary_size: int, dropout: float) -> None:

@@ -1,6 +1,6 @@
 """Translations of a trained model and of draws from it: beam search, greedy translations of draws, token distributions.
 
-A draw is a model: with attention noise, with dropout masks where a model has no such noise, or with both.
+A draw is a model: with attention noise, with dropout masks if the model has no such noise, or with both.
 """
 
 import difflib
@@ -58,7 +58,7 @@ def decode(
     """
     found: list[list[int]] = [[] for _ in sources]
     done = 0
-    # ten times the tokens where only one hypothesis per sentence is kept
+    # ten times the tokens if only one hypothesis per sentence is kept
     for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model) * 10 // min(beam, 10)):
         longest = max(len(sources[index]) for index in indices)
         best = beam_search(
@@ -67,7 +67,7 @@ def decode(
             marks=MARKS,
             batch=len(indices),
             beam=beam,
-            # English is rarely more than half longer than its German
+            # English is rarely more than 50 % longer than its German
             max_length=longest + longest // 2 + 10,
             penalty=penalty,
             device=memory.values.device,
@@ -141,7 +141,7 @@ def judge(
     source, target_in, target = (batch[name].to(device) for name in ("source", "target_in", "target_out"))
     count = 1 if method == "mean" else num_samples
     mean, spread, votes = (torch.zeros((), device=device) for _ in range(3))
-    # draws side by side in one batch: the decoder's steps wait for each other, its rows do not
+    # run draws side by side in one batch: the decoder's steps wait for each other, its rows do not
     at_once = max(1, 10 * evaluation_tokens(model) // max(source.numel(), target.numel()))
     with drawing(model, method):
         for start in range(0, count, at_once):

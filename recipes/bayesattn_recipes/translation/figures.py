@@ -22,7 +22,7 @@ from bayesattn_recipes.translation.tables import Cells, finished_runs
 from bayesattn_recipes.translation.translate import Translation
 from bayesattn_recipes.translation.vocabulary import END, Vocabulary
 
-# signals that the rejection figure compares: soft attention's own entropy, MC dropout, Bayesian draws
+# signals in the rejection figure: soft attention's own entropy, MC dropout, Bayesian draws
 SHOWN = (
     ("soft", "mean entropy"),
     ("soft", "dropout entropy"),
@@ -38,7 +38,7 @@ SHOWN = (
 def attention_samples(
     model: Translator, source: list[int], target: list[int], num_samples: int, seed: int = 0
 ) -> tuple[Float[Tensor, "s t n"], Float[Tensor, " n"] | None]:
-    """Return the weights along one translation under M draws, and the prior Ψ of a contextual model, for plots: on the CPU.
+    """Return the weights along one translation under M draws, and the prior Ψ of a contextual model, on the CPU for plots.
 
     Args:
         model: In eval mode.
@@ -55,7 +55,7 @@ def attention_samples(
         torch.manual_seed(seed)
         for _ in range(num_samples):
             memory = model.encode(batch["source"].to(device), batch["source_lengths"])
-            # the weights behind the context of a step: call the module once more, with the same noise
+            # for the weights behind a step's context, call the module once more with the same noise
             seen: list[Tensor] = []
             bias, noise = model.decoder.plan_noise(memory, len(target))
             if bias is not None:

@@ -1,7 +1,7 @@
 """How the decoder's loop runs: as it is, compiled, or recorded as a CUDA graph for every shape of batch.
 
 The loop is about forty small kernels per step; on a GPU their launches cost more than their work. All modes compute the same
-(`tests/recipes/test_translation_decoder.py`), so the choice is one of speed:
+(`tests/recipes/test_translation_decoder.py`) and differ only in speed:
 
     decoder_mode: eager        anywhere, no preparation
     decoder_mode: compile      torch.compile of the step, one compilation for all lengths; fuses the elementwise kernels
@@ -9,7 +9,7 @@ The loop is about forty small kernels per step; on a GPU their launches cost mor
                                and replays them: no launch costs. Set `pad_to: 8` with it, so that there are few shapes;
                                needs an attention whose randomness is drawn beforehand (all but three), or by
                                torch's generator alone, which advances at every replay (hard-gumbel, mc-dropout)
-    decoder_mode: auto         cuda-graph where device and attention allow it, else eager: one setting for all variants
+    decoder_mode: auto         cuda-graph if device and attention allow it, else eager: one setting for all variants
 """
 
 import functools
@@ -95,8 +95,8 @@ class GraphedUnroll:
         """Run all steps, and the KL after them; arguments as for `Decoder.unroll`."""
         attention = self.decoder.attention
         if not attention.draws_ahead and (is_keyed() or is_observing_entropy()):
-            # noise inside the loop would be that of the examples it was recorded with, at every replay; and what is
-            # observed would be added to memory that is free by then
+            # at every replay, noise inside the loop would be that of the recorded examples, and observations would be added
+            # to memory that is free by then
             return self.decoder.unroll(gates, values, keys, mask, bias, noise, drop, steps)
         if gates.device.type != "cuda":
             raise ValueError(f"decoder_mode must be 'eager' or 'compile' on {gates.device.type}, got 'cuda-graph'")
@@ -107,5 +107,5 @@ class GraphedUnroll:
         unrolled = Unrolled(*self.recordings(inputs))
         if attention.draws_ahead:
             return unrolled
-        # a replay runs no module: an open scope learns here that there was one, without a KL
+        # a replay runs no module: tell an open scope that there was one, without a KL
         return unrolled._replace(states=attention.weights.record(unrolled.states, None))

@@ -1,4 +1,4 @@
-"""Measures of a finished run: quality, calibration, and the worth of its uncertainty; cost: `bench/translation.py`."""
+"""Measures of a finished run: quality, calibration, and the usefulness of its uncertainty; cost: `bench/translation.py`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ SIGNALS = ("nll", "entropy", "mutual_information", "disagreement")
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
-    """Let a GPU multiply float32 matrices with TF32 inputs: scoring every key by itself is otherwise what takes longest."""
+    """Let a GPU multiply float32 matrices with TF32 inputs: otherwise scoring every key by itself takes longest."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -153,7 +153,7 @@ def measure_uncertainty(
 
 
 def rank_correlation(uncertainty: Sequence[float], quality: Sequence[float]) -> float:
-    """Return Spearman's correlation of certainty with quality; 0 where one of them does not vary."""
+    """Return Spearman's correlation of certainty with quality; 0 if one of them does not vary."""
     if len(set(uncertainty)) < 2 or len(set(quality)) < 2:
         return 0.0
     return -float(stats.spearmanr(uncertainty, quality)[0])  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from bayesattn_recipes.translation.decoder import Decoder, Memory, Readout, Stat
 from bayesattn_recipes.translation.graphs import Mode, unroller
 from bayesattn_recipes.translation.vocabulary import PAD
 
-# logits held at once where every source position is scored by itself: 2²⁷ floats are 0.5 GiB
+# logits held at once if every source position is scored by itself: 2²⁷ floats are 0.5 GiB
 LARGEST_LOGITS = 2**27
 
 
@@ -23,7 +23,7 @@ class Translator(nn.Module):
     """Encode the source, decode the target; `forward` returns the loss of every target token.
 
     Args:
-        attention: Which attention.
+        attention: Config of the attention.
         vocabulary_size: Tokens, shared by both languages; the embeddings are not shared.
         embedding_dim: Features of a token.
         encoder_dim: Features of each direction of the encoder.
@@ -74,7 +74,7 @@ class Translator(nn.Module):
             self.latent = LatentAlignment(attention, network)
         self._unroll = unroller(self.decoder, decoder_mode)
         for name, parameter in self.named_parameters():
-            # Deng et al. (2018); the priors of Bayesian attention and the Gaussian's deviation have starts of their own
+            # Deng et al. (2018); the priors of Bayesian attention and the Gaussian's deviation have their own starts
             if "bayes_prior" not in name and "context_noise" not in name and "log_sigma" not in name:
                 nn.init.uniform_(parameter, -0.1, 0.1)
         for embedding in (self.source_embedding, self.target_embedding):
@@ -87,7 +87,7 @@ class Translator(nn.Module):
         return self.decoder.remember(run_packed(self.encoder, embedded, lengths), source != PAD)
 
     def unroll(self, memory: Memory, target_in: Int[Tensor, "b t"], steps: Bool[Tensor, "b t"] | None = None) -> Unrolled:
-        """Run the decoder over given targets; `steps` are those whose KL counts, None leaves it out."""
+        """Run the decoder over given targets; `steps` marks those whose KL counts, None leaves the KL out."""
         embedded = self.dropout(self.target_embedding(target_in))
         gates = self.decoder.input_gates(embedded)
         planned = self.decoder.plan_noise(memory, target_in.shape[1])
@@ -142,9 +142,9 @@ class Translator(nn.Module):
         source_lengths: Sequence[int],
         target_lengths: Sequence[int],
     ) -> Float[Tensor, "b t n"]:
-        """Return −ln p(y_t | z = j) for all steps and keys, 0 at padding; the logits of a few pairs (t, j) exist at a time.
+        """Return −ln p(y_t | z = j) for all steps and keys, 0 at padding; logits exist for a few pairs (t, j) at a time.
 
-        Padding is not scored: in a batch of padded pairs it would be two fifths of the work.
+        Padding is not scored; in a batch of padded pairs it would be two fifths of the work.
         """
         (b, t), n = targets.shape, memory.mask.shape[1]
         # computed on the host, which has the lengths, so nothing waits for the device
@@ -166,7 +166,7 @@ class Translator(nn.Module):
         b, t, m, _ = weights.shape
         is_step = np.arange(t) < np.c_[list(target_lengths)]
         pairs = to_device(np.flatnonzero(np.broadcast_to(is_step[:, :, None], (b, t, m))), targets.device)
-        # the projection is linear: of n keys it costs less than of t m contexts
+        # the projection is linear: for n keys it costs less than for t m contexts
         keys = self.readout.from_context(memory.values)
         contexts = (weights.to(keys.dtype).flatten(1, 2) @ keys).flatten(0, 1)
         nll = self._nll_of_pairs(unrolled, contexts, targets, pairs // m, pairs)
@@ -214,7 +214,7 @@ class Translator(nn.Module):
         gates = self.decoder.input_gates(self.dropout(self.target_embedding(tokens)))
         planned = self.decoder.plan_noise(memory, tokens.shape[1])
         drop = self.decoder.plan_dropout(gates)
-        # k hypotheses are k independent "steps" to the dropout masks: their axis changes its place
+        # k hypotheses are k independent "steps" to the dropout masks: their axis moves
         state, scores = self.decoder.step(
             gates, state, memory, *planned, None if drop is None else drop.squeeze(3).permute(1, 2, 0, 3)
         )
@@ -227,7 +227,7 @@ class Translator(nn.Module):
         scores: Float[Tensor, "b k n"],
         memory: Memory,
     ) -> Float[Tensor, "b k v"]:
-        """Return ln p of every token: of the context, or of the latent alignment under its prior."""
+        """Return ln p of every token, from the context or from the latent alignment under its prior."""
         valid = memory.mask.unsqueeze(1).expand(scores.shape)
         if self.latent is not None and self.latent.config.variant != "variational-dirichlet":
             log_prior, top_keys = categorical.log_probs(scores, valid), self.latent.config.top_keys

@@ -11,7 +11,7 @@ NAMES = {
 TESTS = ("test-2016", "test-2017", "test-2018", "test-mscoco")
 # BLEU on IWSLT14 (the paper's Table 4): over soft attention
 PAPER = {"exact": 33.29 - 32.77, "wc": 33.81 - 32.77, "lc": 33.63 - 32.77}
-# seeds of Multi30k whose run was trained before it shared soft attention's initial values, where others do
+# seeds of Multi30k whose run was trained before runs shared soft attention's initial values, as the others do
 UNPAIRED = {"wc": (0, 1, 2)}
 SEARCH = {"wc": "4 / 3", "nokl": "4 / WC's", "wf": "4 / WC's"}
 

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a module, recorded as CUDA graphs, which saves the launches.
+"""Forward and backward pass of a module, recorded as CUDA graphs to save the launches.
 
 A decoder's loop is about forty small kernels per step; on a GPU their launches cost more than their work.
 """
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 class Recordings:
     """A module's calls, recorded on the first one with given shapes and replayed on every later one.
 
-    The recordings share their memory, which is then that of the largest one: the backward pass of a call has to come before
-    the next call, as it does in training. And at the first call, no earlier result of the same parameters, computed without
-    a recording, may still need its backward pass: CUDA refuses to record across streams.
+    The recordings share the memory of the largest one, so the backward pass of a call has to come before the next call, as
+    it does in training. At the first call, no earlier result of the same parameters that was computed without a recording
+    may still need its backward pass: CUDA refuses to record across streams.
 
     Args:
         build: Returns the module for inputs of these names, in this order: positional tensors in, a tuple of tensors out.
@@ -44,7 +44,7 @@ class Recordings:
             torch.autocast("cuda", dtype, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
             warnings.catch_warnings(),
         ):
-            # the warm-up in front of a recording runs on a stream of its own
+            # the warm-up before a recording runs on its own stream
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             # a module may hold unused parameters; one warm-up loads every kernel
             options = {"num_warmup_iters": 1, "allow_unused_input": True, "pool": self._pool}

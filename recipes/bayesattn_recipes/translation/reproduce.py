@@ -34,7 +34,7 @@ VARIANTS = (
     *("hard", "gumbel", "gaussian", "gaussian-weights", "mc-dropout", "uniform", "exact", "exact-top"),
     *("enum", "sample", "dirichlet"),
 )
-# tested out of domain and under draws as well, which takes several times as long as the rest of the measuring
+# variants also tested out of domain and under draws, which takes several times as long as the rest of the measuring
 CLOSELY = ("soft", "wc", "mc-dropout")
 NUM_SAMPLES = 20
 
@@ -62,8 +62,7 @@ def reproduce(
         out: Folder of the runs and tables.
         console: Where to print.
         settings: `name=value` on top of every config.
-        minutes: Begin no run after this time; the tables are then of the runs that are finished. 0 trains
-            nothing.
+        minutes: Begin no run after this time; the tables then cover the finished runs. 0 trains nothing.
         jobs: Runs at the same time, each in a process of its own.
     """
     datasets = choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
@@ -101,7 +100,7 @@ def reproduce(
 
 @dataclasses.dataclass(frozen=True)
 class TranslationRuns:
-    """The runs of one data set, and the out-of-domain test set, where it is available."""
+    """The runs of one data set, and the out-of-domain test set if it is available."""
 
     dataset: str
     splits: dict[str, Pairs]
@@ -113,7 +112,7 @@ class TranslationRuns:
         return load_config(f"{self.dataset}-{variant}", [*self.settings, f"seed={seed}"])
 
     def identity(self, variant: str, seed: int) -> dict[str, Any]:
-        """Return the config of a run, and which sentences it has seen."""
+        """Return the config of a run, and the identity of its sentences."""
         return {"config": dataclasses.asdict(self.config(variant, seed)), "split_hash": split_hash(self.splits)}
 
     def run(self, variant: str, seed: int, folder: Path, on_progress: Callable[[int, int], Any]) -> dict[str, Any]:
@@ -132,10 +131,10 @@ class TranslationRuns:
 def measure_run(
     folder: Path, config: TranslationConfig, splits: dict[str, Pairs], foreign: Pairs | None, *, closely: bool = True
 ) -> dict[str, Any]:
-    """Return everything that the tables show of a finished run; the translations of the main test are kept, for its p-value.
+    """Return everything the tables show of a finished run; the translations of the main test are kept for its p-value.
 
-    Without `closely` neither the out-of-domain test nor what needs draws is measured, without `foreign` not that test;
-    `not_measured` lists them.
+    Without `closely`, the out-of-domain test and everything that needs draws are left out; without `foreign`, that test is.
+    `not_measured` lists what was left out.
     """
     _, vocabulary, model = load_run(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,7 +19,7 @@ def finished_runs(cells: Cells) -> Cells:
 
 
 def csv_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
-    """Return one row for every variant, seed and test set; of a run that diverged, its message."""
+    """Return one row for every variant, seed and test set; for a run that diverged, its message."""
     rows = [
         {
             "dataset": dataset,

@@ -23,7 +23,7 @@ def find_file(folder: Path, name: str) -> Path:
         path = folder / f"{name}{suffix}"
         if path.is_file():
             return path
-    raise ValueError(f"{folder / name} does not exist, neither as it is nor as .gz or .xz")
+    raise ValueError(f"{folder / name} does not exist, plain or as .gz or .xz")
 
 
 def read_lines(path: Path) -> list[str]:
@@ -42,7 +42,7 @@ def decode_lines(content: bytes, name: str) -> list[str]:
     Only a line feed ends a line: Unicode's other separators occur inside sentences, and would misalign the two files.
 
     Raises:
-        ValueError: Invalid UTF-8, or an empty line; with its number, from 1.
+        ValueError: Invalid UTF-8, or an empty line; the message has its number, from 1.
     """
     lines = content.split(b"\n")
     if lines and not lines[-1]:
@@ -60,11 +60,11 @@ def decode_lines(content: bytes, name: str) -> list[str]:
 
 
 def read_pairs(source: Path, target: Path) -> Pairs:
-    """Read two files whose lines translate each other."""
+    """Read two files whose lines are translations of each other."""
     pairs = Pairs(read_lines(source), read_lines(target))
     if len(pairs.sources) != len(pairs.targets):
         raise ValueError(
-            f"{source} and {target} must have equally many lines, each a sentence and its translation, got "
+            f"{source} and {target} must have the same number of lines, each a sentence and its translation, got "
             f"{len(pairs.sources)} and {len(pairs.targets)}"
         )
     return pairs

@@ -47,8 +47,8 @@ class TranslationConfig:
         attention_dim: Width of the attention's tanh layer.
         num_layers: Layers of encoder and decoder.
         dropout: On embeddings, between layers and before the output.
-        learning_rate: Peak of Adam's, reached after `warmup` and falling to 0 along a cosine.
-        warmup: Share of the steps in which it rises.
+        learning_rate: Adam's peak rate, reached after `warmup` and falling to 0 along a cosine.
+        warmup: Share of the steps in which the learning rate rises.
         decoder_mode: `eager`, `compile`, `cuda-graph` or `auto` (`graphs.py`).
     """
 
@@ -94,7 +94,7 @@ def build_model(config: TranslationConfig, vocabulary_size: int) -> Translator:
 
 
 class TranslationExperiment(Experiment):
-    """Encoded sentence pairs, a fresh model, Adam with warm-up and cosine decay.
+    """Encoded sentence pairs, a fresh model, and Adam with warm-up and cosine decay.
 
     Args:
         config: The run.
@@ -162,7 +162,7 @@ def _share_of_rate(step: int, total: int, warmup: float) -> float:
 
 @torch.no_grad()
 def corpus_nll(model: nn.Module, corpus: Corpus, batch_tokens: int) -> float:
-    """Return the mean loss of a target token in the model's present mode; it waits for the device once, at the end."""
+    """Return the mean loss of a target token in the model's current mode; it waits for the device once, at the end."""
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for indices in token_batches(corpus, batch_tokens):

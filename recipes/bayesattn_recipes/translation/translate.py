@@ -34,7 +34,7 @@ class Token:
         piece: Its text; a leading ▁ begins a word.
         probability: Mean over the draws.
         entropy: Entropy of the mean distribution over the vocabulary, in nats: total uncertainty.
-        mutual_information: The part of it that the draws disagree about.
+        mutual_information: The part of the entropy that comes from disagreement between the draws.
         disagreement: Share of the draws that would have chosen another token here.
     """
 
@@ -75,7 +75,7 @@ class Translation:
 
 
 def check_lengths(sources: Sequence[Sequence[int]], max_tokens: int, name: str) -> None:
-    """Refuse sentences with more tokens than the model was made for; each is one line of `name`."""
+    """Refuse sentences with more tokens than the model was built for; each is one line of `name`."""
     for number, tokens in enumerate(sources, start=1):
         if len(tokens) > max_tokens:
             raise ValueError(f"{name}, line {number} must have at most {max_tokens} tokens, got {len(tokens)}")
@@ -99,8 +99,8 @@ def translate(
     Args:
         model: In eval mode.
         vocabulary: Vocabulary of the run.
-        sentences: One each.
-        max_tokens: Longest source; a longer one is an error that names its line.
+        sentences: The sentences.
+        max_tokens: Length of the longest source; a longer one is an error that names its line.
         method: What is drawn; None takes the usual way of the model. `mean` gives probabilities without draws.
         num_samples: M.
         beam: Hypotheses kept for the translation; the draws' own translations are greedy.

@@ -18,7 +18,7 @@ SPACE = "▁"
 
 
 class Vocabulary:
-    """Sentences to token numbers and back; punctuation is split off, spaces are part of the tokens.
+    """Map sentences to token numbers and back; punctuation is split off, spaces are part of the tokens.
 
     Args:
         tokenizer: From `learn` or `load`.

@@ -2,7 +2,7 @@
 
     features.py   `Regions`, the features of the regions of many images, read from the usual file formats
     images.py     `ImageSource`, the pictures in a folder or a tar file
-    ids.py        `positions`, the one place where annotations and features are paired; mismatches are errors
+    ids.py        `positions`, the only place that pairs annotations with features; mismatches are errors
     shapes.py     `make_shapes_world`, colored shapes with questions, disagreeing annotators and five captions per image
     annotations.py  `Question`, one question with the answers of its annotators
     overlay.py    `plot_overlay`, attention over an image

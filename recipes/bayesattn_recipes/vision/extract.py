@@ -12,7 +12,7 @@ from bayesattn_recipes.common.arrays import check_numbers, read_npz
 from bayesattn_recipes.vision.features import grid_in_name, write_regions
 from bayesattn_recipes.vision.images import ImageSource
 
-# height and width to which pictures are squashed, and pixels that a cell of the last feature map of a ResNet stands for
+# height and width to which pictures are squashed, and pixels per cell of the last feature map of a ResNet
 SIZE = (224, 224)
 STRIDE = 32
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -28,7 +28,7 @@ def extract_folder(
     size: tuple[int, int] | None = None,
     skip_broken: bool = False,
 ) -> tuple[int, dict[str, str]]:
-    """Write the features of all pictures of a folder; returns how many, and those left out with the reason.
+    """Write the features of all pictures of a folder; return how many, and those left out with the reason.
 
     Args:
         folder: A folder or an uncompressed tar file.
@@ -89,7 +89,7 @@ def load_backbone(name: str, weights: Path | None) -> torch.nn.Module:
             model = timm.create_model(name, pretrained=True, **options)
         else:
             model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(weights)}, **options)
-    # timm raises whatever its downloader or the checkpoint reader raises
+    # timm passes on whatever its downloader or the checkpoint reader raises
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"backbone {name!r} cannot be loaded with its weights: {reason}. Give --weights FILE") from None

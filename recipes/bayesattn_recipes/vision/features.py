@@ -23,9 +23,9 @@ from bayesattn_recipes.common.arrays import check_numbers, read_npz, read_packed
 
 REGIONS_SCHEMA = "bayesattn.regions/1"
 
-# images from which the variance of the features is computed, evenly spaced: the standard error is below 1 %
+# evenly spaced images that give the variance of the features: the standard error is below 1 %
 _IMAGES_FOR_VARIANCE = 512
-# files read at once: decompression happens outside Python's lock
+# files read at once: decompression runs outside Python's lock
 _READERS = 8
 
 
@@ -138,7 +138,7 @@ def load_grid_features(stem: Path) -> StoredRegions:
 
 
 def grid_in_name(name: str, num_regions: int | None = None) -> tuple[int, int] | None:
-    """Return the grid that a file of features names, `resnet50_7x9_pca512`: rows and columns, if they match the regions."""
+    """Return the grid in the name of a feature file, `resnet50_7x9_pca512`: rows and columns, if they match the regions."""
     for part in name.split("_"):
         rows, times, columns = part.partition("x")
         if times and rows.isdigit() and columns.isdigit() and num_regions in (None, int(rows) * int(columns)):
@@ -153,7 +153,7 @@ class NpzFolder(Regions):
     (regions, 4), `image_w` and `image_h`: the layout of the files that accompany MCAN.
 
     Args:
-        folders: Where the files are.
+        folders: Folders of the files.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:

@@ -13,10 +13,10 @@ def positions(wanted: Sequence[str], available: Sequence[str], *, what: str, whe
     """Return the position of every wanted name in `available`.
 
     Args:
-        wanted: Names that are looked for; may repeat.
-        available: Names that are there, each once.
-        what: What the names belong to, in error messages ("questions of the train split").
-        where: Where the names are looked up, in error messages ("features").
+        wanted: Names to look up; may repeat.
+        available: Available names, each once.
+        what: The data the names belong to, for error messages ("questions of the train split").
+        where: The place to look them up, for error messages ("features").
 
     Raises:
         ValueError: A wanted name is missing, or an available one occurs twice, so that a pairing could be wrong.
@@ -40,7 +40,7 @@ def positions(wanted: Sequence[str], available: Sequence[str], *, what: str, whe
 def find_name(image: str, available: Sequence[str]) -> str | None:
     """Return the name of one image in `available`, or None.
 
-    Its file name, the same without its suffix, or the number that COCO's file names end in.
+    It is its file name, the same without the suffix, or the number at the end of COCO's file names.
 
     Example:
         >>> find_name("COCO_val2014_000000000042.jpg", ["7", "42"])

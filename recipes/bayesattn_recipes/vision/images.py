@@ -1,6 +1,6 @@
 """Pictures in a folder or an uncompressed tar file, read one at a time by name.
 
-Only the place of every picture is kept in memory. A picture that is missing or cannot be decoded raises with its name:
+Only the place of every picture is kept in memory. A missing or undecodable picture raises an error with its name:
 an attention map must never be drawn over the wrong picture.
 """
 
@@ -27,7 +27,7 @@ def decode_image(content: bytes, name: str, max_side: int | None = None) -> UInt
     """
     try:
         with warnings.catch_warnings():
-            # a few kilobytes that unpack to gigapixels: Pillow only warns below its hard limit
+            # a few kilobytes may unpack to gigapixels, and below its hard limit Pillow only warns
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content)) as image:
                 rgb = image.convert("RGB")
@@ -54,7 +54,7 @@ class ImageSource:
     """The pictures in a folder, or in a tar file without compression.
 
     Args:
-        path: The folder or tar file; pictures in subfolders go by their file name, which has to be unique.
+        path: The folder or tar file; pictures in subfolders are named by their file name, which has to be unique.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +66,7 @@ class ImageSource:
                 raise ValueError(f"{path} holds two images named {name!r}. Each name must occur once")
             self._places[name] = place
         if not self._places:
-            raise ValueError(f"{path} holds no image, that is no file ending in {', '.join(SUFFIXES)}")
+            raise ValueError(f"{path} holds no image, that is, no file ending in {', '.join(SUFFIXES)}")
 
     @property
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Attention laid over the image it looks at: prior, mean and deviation, for one question or word by word (Fig. 1)."""
+"""Attention over the image it looks at: prior, mean and deviation, for one question or word by word (Fig. 1)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +37,7 @@ def plot_overlay(
         grid: Rows and columns that the regions form, row by row from the top left.
         boxes: Left, top, right, bottom of every region as fractions of the image; give `grid` or `boxes`.
         columns: One word per step; a single step needs none.
-        title: Above the figure: the question and its answer, the caption.
+        title: Title above the figure, such as the question and its answer, or the caption.
 
     Example:
         >>> import torch
@@ -131,7 +131,7 @@ def _by_word(
             ax = axes[line * len(moving) + offset, lead + column]
             _show(ax, mix(picture, layers[step], scales[name]), word if offset == 0 else "")
     for offset, (name, _) in enumerate(moving):
-        # beside the first line only: bars over interleaved rows would lie on each other
+        # beside the first line only: bars over interleaved rows would overlap
         bar = figure.colorbar(scales[name], ax=axes[offset].tolist(), shrink=0.9, pad=0.01, aspect=12)
         bar.set_label(SHORT.get(name, name), fontsize=8)
         bar.ax.tick_params(labelsize=7)

@@ -22,7 +22,7 @@ from bayesattn_recipes.vision.features import StoredRegions
 GRID = (4, 4)
 CELL = 16
 SIDE = GRID[0] * CELL
-# blocks of pixels along a side of a cell that are averaged into one feature
+# blocks of pixels along a side of a cell; each is averaged into one feature
 BLOCKS = 4
 # gray of the empty ground
 GROUND = 40.0
@@ -63,7 +63,7 @@ class ShapesWorld:
         names: Names of the images, `shapes-SEED-0000` and so on.
         images: The pictures.
         regions: Features of the 4 × 4 cells, computed from the pixels.
-        scenes: What is in each picture.
+        scenes: The shapes in each picture.
         questions: A few about every picture, in its order.
         captions: Five for every picture.
     """
@@ -83,7 +83,7 @@ def make_shapes_world(
 
     Args:
         num_images: Pictures.
-        seed: Decides everything.
+        seed: Seed of everything.
         questions_per_image: Questions about each.
         num_annotators: Answers to each question.
         captions_per_image: Captions of each.
@@ -113,7 +113,7 @@ def pixel_features(images: UInt8[Tensor, "n height width 3"]) -> Float[Tensor, "
     colors = cells.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
     row, column = torch.meshgrid(torch.linspace(-1.0, 1.0, GRID[0]), torch.linspace(-1.0, 1.0, GRID[1]), indexing="ij")
     place = torch.stack([row.flatten(), column.flatten()], dim=1).expand(len(images), -1, -1)
-    # measured from the empty ground, by fixed numbers: every split and every picture of a user is treated alike
+    # relative to the empty ground, with fixed numbers: every split and every user's picture is treated alike
     return torch.cat([(colors - GROUND / 255.0) / 0.3, place], dim=2)
 
 
@@ -179,7 +179,7 @@ def _ask(name: str, scene: Sequence[Shape], rng: np.random.Generator, num_annota
         count = sum(what in ("shape", shape.kind) for shape in scene)
         text, options = f"how many {what}s are there?", tuple(map(str, range(MAX_SHAPES + 2)))
         shares = np.zeros(len(options))
-        # annotators miscount by one, more often the more there is to count, but never count a shape where there is none
+        # annotators miscount by one, more often the more there is to count, but never count a shape if there is none
         shares[[count, count + 1, max(count - 1, 0)]] = COUNT_SLIP * count / 2
         shares[count] = 1.0 - COUNT_SLIP * count
     else:

@@ -52,7 +52,7 @@ def soft_targets(questions: Sequence[Question], vocabulary: Vocabulary, form: Fo
 
 
 def wordnet() -> Any:
-    """Return nltk's WordNet reader, or raise ValueError with the reason why WUPS cannot be computed."""
+    """Return nltk's WordNet reader, or raise ValueError with the reason WUPS cannot be computed."""
     try:
         from nltk.corpus import wordnet as reader  # type: ignore[import-not-found]
 

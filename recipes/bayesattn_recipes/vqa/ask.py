@@ -33,12 +33,12 @@ class Answer:
         text: The answer.
         probability: Its probability, averaged over the draws.
         second: The next best answer.
-        p_value: That the two differ, by Welch's test over the draws; None for a model that cannot draw.
+        p_value: p-value of Welch's test over the draws that the two differ; None for a model that cannot draw.
         unknown: Words of the question that the model does not know.
         maps: Attention over the regions, averaged over heads: `prior`, `mean`, `std`, each (1, regions).
         image: The picture.
         grid: Rows and columns of the regions, or None.
-        boxes: Places of the regions where they are not a grid.
+        boxes: Places of the regions if they are not a grid.
     """
 
     text: str
@@ -74,9 +74,9 @@ def ask(
     Args:
         run: The run folder.
         image: The picture file, or the name of an image of the run's data set.
-        question: In the words of the training questions.
+        question: The question, in the words of the training questions.
         features: A file of `bayesattn features` that holds the picture's features; for runs on files only.
-        data: The folder of the data sets, where the picture is one of the run's own.
+        data: The folder of the data sets, if the picture is one of the run's own.
         num_samples: Draws.
         seed: Seed of the draws.
     """
@@ -113,11 +113,11 @@ def answer(
         config: Config of the run.
         model: Model of the run, in eval mode.
         question: At least one word.
-        image: The picture, which is only kept for the drawing.
+        image: The picture, kept only for the drawing.
         regions: Its features.
         mask: True where there is a region.
         grid: Rows and columns of the regions, or None.
-        boxes: Places of the regions where they are not a grid.
+        boxes: Places of the regions if they are not a grid.
         num_samples: Draws, at least 2.
         seed: Seed of the draws.
     """
@@ -161,7 +161,7 @@ def _regions(config: VQAConfig, image: Path, picture: Tensor, features: Path | N
 
 
 def _picture(config: VQAConfig, image: Path, data: Path | None) -> UInt8[Tensor, "height width 3"]:
-    """Return the picture of a file, or where there is none the one of this name in the run's data set."""
+    """Return the picture of a file, or if there is none, the one of this name in the run's data set."""
     pictures = None
     if not image.exists() and image == Path(image.name):
         if config.data.dataset == "shapes":

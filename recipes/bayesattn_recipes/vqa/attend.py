@@ -24,7 +24,7 @@ from bayesattn_recipes.vqa.model import MCAN
 def attention_maps(
     model: MCAN, inputs: Mapping[str, Tensor], num_samples: int, seed: int
 ) -> dict[str, Float[Tensor, "b heads regions"]]:
-    """Return maps over the regions: `mean`, and for Bayesian attention `std` over draws and, where contextual, `prior`.
+    """Return maps over the regions: `mean`, and for Bayesian attention `std` over draws and, if contextual, `prior`.
 
     Args:
         model: In eval mode.
@@ -48,7 +48,7 @@ def attention_maps(
         priors: list[Tensor] = []
         hook = attend.bayes_prior.register_forward_hook(lambda module, args, log_prior: priors.append(log_prior.exp()))
         try:
-            # the prior is computed only where a KL is needed
+            # the prior is computed only if a KL is needed
             with record_kl():
                 model(**inputs)
         finally:

@@ -4,7 +4,7 @@ DATA/daquar/
   all_qa_pairs.txt                                  a question, then its answer, line by line
   train_images_list.txt, test_images_list.txt       the official split: 6,795 and 5,673 questions
   resnet50_7x9_pca512_meta.npz, …_int8.npy.xz       grid features
-  images_280x212_q80.tar                            the photos; only pictures of attention need them
+  images_280x212_q80.tar                            the photos, needed only for pictures of attention
 """
 
 import re
@@ -58,7 +58,7 @@ def sort_answer(answer: str) -> str:
 
 
 def is_single(answer: str) -> bool:
-    """Whether an answer is one thing and not a list; some published accuracies are of these questions only."""
+    """Whether an answer is one thing and not a list; some published accuracies cover only these questions."""
     return "," not in answer
 
 
@@ -71,7 +71,7 @@ def question_kind(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def read_regions(folder: Path) -> StoredRegions:
-    """Return the grid features; their images go by the names of the lists, without a suffix."""
+    """Return the grid features; their images have the names in the lists, without a suffix."""
     regions = load_grid_features(folder / FEATURES)
     regions.names = [Path(name).stem for name in regions.names]
     return regions

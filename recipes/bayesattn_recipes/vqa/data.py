@@ -43,8 +43,8 @@ class DataConfig:
         answer_min_count: Rarer answers of the training questions cannot be given.
         max_words: Longest question; the rest is cut off.
         scale_features: Whether to divide the features by their standard deviation (over all channels together).
-        word_vectors: A file of pretrained vectors in GloVe's text format, `model.word_dim` numbers each, with which the
-            embeddings begin; a relative path begins in the data folder, if there is one. None: they begin at random.
+        word_vectors: A file of pretrained vectors in GloVe's text format, `model.word_dim` numbers each, to initialize
+            the embeddings with; a relative path begins in the data folder, if there is one. None: they begin at random.
     """
 
     dataset: DatasetName = "shapes"
@@ -64,8 +64,8 @@ class Split:
     Attributes:
         questions: The questions.
         regions: Features of all images of the data set.
-        places: Where each question's image is in `regions`.
-        pictures: The images, by name; None where there are none.
+        places: Position of each question's image in `regions`.
+        pictures: The images, by name; None if there are none.
     """
 
     questions: list[Question]
@@ -107,7 +107,7 @@ def load_splits(config: DataConfig, data: Path | None) -> dict[str, Split]:
     """Return the splits `train`, `test` and, unless its share is 0, `validation`; no image is in two of them.
 
     Args:
-        config: Which data set.
+        config: The data set and its settings.
         data: The folder of the data sets; shapes are generated and need none.
 
     Raises:
@@ -136,7 +136,7 @@ def load_splits(config: DataConfig, data: Path | None) -> dict[str, Split]:
 
 
 def find_pictures(dataset: str, folder: Path) -> Pictures | None:
-    """Return the images of a data set, or None where there are none: only pictures of attention need them."""
+    """Return the images of a data set, or None if there are none: only pictures of attention need them."""
     place = folder / (daquar.IMAGES if dataset == "daquar" else "images")
     if not place.exists():
         return None

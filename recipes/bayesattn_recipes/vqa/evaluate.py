@@ -28,12 +28,12 @@ from bayesattn_recipes.vqa.train import VQAConfig, load_run, model_inputs
 
 # the paper's noisy data: variance 5 on every channel of the backbone (App. C.2.3)
 PAPER_VARIANCE = 5.0
-# questions answered together, and draws of them
+# questions answered together, and draws at a time
 BATCH_SIZE = 128
 CHUNK_SIZE = 10
-# batches that become one table: on a GPU the cost of a table is its launches, whatever its length
+# batches per table: on a GPU a table costs its launches, whatever its length
 TABLE_BATCHES = 8
-# values that one split and method may take in a run's predictions; of larger sets evenly spaced questions are kept
+# most values of one split and method in a run's predictions; larger sets keep evenly spaced questions
 MAX_VALUES = 2**25
 # longest side of the pictures kept for the report
 PICTURE_SIDE = 112
@@ -87,7 +87,7 @@ class VQAPredictor:
         return load_splits(self.config.data, self.data)
 
     def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, Condition]:
-        """Return the validation and test questions, the latter also with noise on the features of their images."""
+        """Return the validation and test questions, the test questions also with noise on the features of their images."""
         limit = max(1, MAX_VALUES // (num_samples * len(self.model.vocabulary.answers)))
         splits = {name: thin(split, limit) for name, split in self.splits.items() if name != "train"}
         clean = [Condition(name, split) for name, split in splits.items()]
@@ -97,7 +97,7 @@ class VQAPredictor:
     def predict(
         self, name: str, condition: Condition, methods: Sequence[str], num_samples: int, seed: int
     ) -> SplitPredictions:
-        """Predict the questions of one condition; of the test questions texts, pictures and attention are kept."""
+        """Predict the questions of one condition; keep texts, pictures and attention of the test questions."""
         with training_precision(self.config):
             found = draws(self.model, condition, methods, num_samples, seed)
             parts = [{method: part.cpu() for method, part in by_method.items()} for by_method, _ in found]
@@ -108,7 +108,7 @@ class VQAPredictor:
         return SplitPredictions(samples, targets, **_shown(self.model, condition.split, num_samples, seed))
 
     def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
-        """Add the test questions by their types, the answers, and how they are measured."""
+        """Add the test questions by their types, the answers, and their measures."""
         assert splits["test"].labels is not None
         test = thin(self.splits["test"], len(splits["test"].labels))
         return Predictions(
@@ -129,7 +129,7 @@ predict_run = one_thread()(PredictRun(open_run))
 def available_methods(config: VQAConfig) -> list[str]:
     """Return how answers can be drawn from a model, the usual way second.
 
-    The paper draws attention and dropout together where attention is Bayesian, and dropout alone where it is soft.
+    The paper draws attention and dropout together if attention is Bayesian, and dropout alone if it is soft.
     """
     drops = config.model.dropout > 0.0 or config.model.attention_dropout > 0.0 or config.attention.variant == "mc-dropout"
     return drawing_methods(is_stochastic=config.attention.is_stochastic, drops=drops, together_first=True)
@@ -187,7 +187,7 @@ def tabulate(
         targets = soft_targets(questions, model.vocabulary, "paper")
         for method in methods:
             samples = torch.cat([by_method[method] for by_method, _ in parts], dim=1)
-            # on the device of the draws: the entropy of a thousand answers is expensive, in full precision
+            # on the device of the draws: in full precision, the entropy of a thousand answers is expensive
             with without_autocast(samples.device.type):
                 table = tabulate_predictions(samples, targets.to(samples.device), task="multilabel", test="welch")
             tables[method].append(table)
@@ -215,17 +215,17 @@ def by_kind(split: Split, whole: SplitPredictions) -> dict[str, SplitPredictions
 
 
 def choose_device() -> torch.device:
-    """Return the GPU where there is one."""
+    """Return the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def training_precision(config: VQAConfig) -> torch.autocast:
-    """Return the context with the precision of the training, in which the epoch was chosen."""
+    """Return the context with the training's precision, in which the epoch was chosen."""
     return torch.autocast(choose_device().type, torch.bfloat16, enabled=config.training.precision == "bf16")
 
 
 def _shown(model: MCAN, split: Split, num_samples: int, seed: int) -> dict[str, Any]:
-    """Return what the report shows of the test questions: their text, pictures, and attention over the regions."""
+    """Return the test questions' text, pictures, and attention over the regions, for the report."""
     texts = [f"{question.text} ({', '.join(dict.fromkeys(question.answers))})" for question in split.questions]
     shown: dict[str, Any] = {"texts": texts}
     if split.regions.grid is not None:

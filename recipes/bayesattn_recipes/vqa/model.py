@@ -4,7 +4,7 @@
     regions → linear → SGA × L           self-attention, attention guided by the question, feed-forward: its decoder layer
     both → attentional reduction → sum → norm → one logit per answer, read through a sigmoid
 
-so BAM replaces 3 L attention maps: 18 in both sizes of the paper. The two reductions stay soft, as there.
+so BAM replaces 3 L attention maps: 18 in both sizes of the paper. The two reductions stay soft, as in the paper.
 """
 
 from typing import Annotated
@@ -34,8 +34,8 @@ class MCANSize:
         word_dim: Features of a word embedding.
         reduction_dim: Hidden features of the attentional reduction.
         fused_dim: Features of the question and image together.
-        dropout: Everywhere but on attention weights.
-        attention_dropout: On attention weights; upstream MCAN has 0.1, the authors' Bayesian runs none.
+        dropout: Dropout rate everywhere except on attention weights.
+        attention_dropout: Dropout rate on attention weights; upstream MCAN has 0.1, the authors' Bayesian runs none.
         grid_cells: Cells of a grid of features, each with a learned vector for its place, which questions about left and
             right need; 0: regions without a place, as in MCAN, whose boxes overlap.
     """
@@ -87,7 +87,7 @@ class MCAN(nn.Module):
         vocabulary: Words and answers; kept in the checkpoint as bytes.
         region_dim: Features of a region.
         size: Sizes.
-        feature_scale: Features are multiplied by it first; 1 leaves them as they are.
+        feature_scale: Factor applied to the features first; 1 leaves them as they are.
     """
 
     vocabulary_bytes: Tensor
@@ -139,7 +139,7 @@ class MCAN(nn.Module):
             region_mask: True where there is a region.
         """
         question, _ = self.lstm(self.embedding(words))
-        # padding is cleared as well as masked: as a query it would carry its noise into the KL
+        # padding is cleared as well as masked: as a query, it would carry its noise into the KL
         regions = torch.where(region_mask[..., None], regions, 0.0) * self.feature_scale
         image = self.region_proj(regions)
         if self.place is not None:

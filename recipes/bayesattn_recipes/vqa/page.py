@@ -12,9 +12,9 @@ NAMES = {"nokl": "BAM-NOKL", "lf": "BAM-LF", "lc": "BAM-LC", "wf": "BAM-WF", "wc
 CONDITIONS = {"clean": "DAQUAR, clean", "variance 5": "DAQUAR, noise of the paper", "noise 8x": "DAQUAR, strong noise"}
 # shapes, in vqa-tuned.csv
 MEASURES = {"clean": ("accuracy", 100.0), "noise": ("noisy_accuracy", 100.0)}
-# the paper's complete table, VQA 2.0, accuracy of BAM-WC less that of soft attention: clean, and with noise
+# the paper's complete table, VQA 2.0, accuracy of BAM-WC minus that of soft attention: clean, and with noise
 PAPER = {"clean": 67.02 - 66.95, "variance 5": 62.89 - 61.25}
-# by type of question; what DAQUAR has as colors and objects the paper has as "other", its third type is yes or no
+# by type of question; DAQUAR's colors and objects are "other" in the paper, whose third type is yes or no
 PAPER_OTHER = {"clean": 58.42 - 58.33, "variance 5": 53.96 - 51.97}
 PAPER_BY_TYPE = {
     "number": {"clean": 48.88 - 48.92, "variance 5": 41.90 - 40.80},

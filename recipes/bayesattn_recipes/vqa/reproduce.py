@@ -1,7 +1,7 @@
 """The paper's VQA table beside the results: accuracy and PAvPU on clean and noisy features, several seeds, paired tests.
 
 As in the paper, the accuracy is that of the deterministic prediction, and the certainty of an answer comes from M = 20
-draws of attention and dropout together (dropout alone where attention is soft), by Welch's test on the probabilities.
+draws of attention and dropout together (dropout alone if attention is soft), by Welch's test on the probabilities.
 """
 
 import dataclasses
@@ -59,14 +59,14 @@ def reproduce(
 
     Args:
         names: Data sets; None takes those whose files are in `data`, and shapes.
-        variants: From `VARIANTS`; None takes all. Differences are to `soft`, where it is among them.
+        variants: From `VARIANTS`; None takes all. Differences are to `soft`, if it is among them.
         num_seeds: Runs per variant.
         data: The folder of the data sets.
-        out: Folder of the runs; a finished one is not repeated.
+        out: Folder of the runs; finished runs are not repeated.
         console: Where to print.
-        minutes: No run begins later than this; the tables are of what is finished, and the same call continues later.
+        minutes: No run begins later than this; the tables cover the finished runs, and the same call continues later.
         settings: `name=value` on top of every config.
-        search: Compare kinds of attention with settings chosen from equally many (`tuned.py`); of shapes unless named.
+        search: Compare kinds of attention, each with the same number of settings (`tuned.py`); on shapes unless named.
         jobs: Runs of a search at the same time, each in a process of its own.
     """
     if search:
@@ -118,7 +118,7 @@ class VQARuns:
         return load_config(f"{self.dataset}-{variant}", [*self.settings, f"seed={seed}"])
 
     def identity(self, variant: str, seed: int) -> dict[str, Any]:
-        """Return the config of a run, and how it is measured."""
+        """Return the config of a run, and the settings of its measurement."""
         config = dataclasses.asdict(self.config(variant, seed))
         return {"config": config, "num_samples": NUM_SAMPLES, "levels": LEVELS[self.dataset]}
 

@@ -98,7 +98,7 @@ def draw_curve(dataset: str, by_variant: Cells, path: Path) -> None:
         for index, (variant, by_seed) in enumerate(by_variant.items()):
             points = [over_runs([cell[f"{condition} {name}"] for cell in by_seed.values()]) for condition in conditions]
             values = [point.value for point in points]
-            # the interval of two runs is 12.7 standard errors to each side, and would hide all others
+            # the interval of two runs is 12.7 standard errors to each side and would hide all others
             errors = [0.0 if point.high is None or point.num_runs < 3 else point.high - point.value for point in points]
             style = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": LINES[index % len(LINES)]}
             # side by side, so that the intervals can be told apart

@@ -41,7 +41,7 @@ class VQAConfig:
         data: Which data set, words and answers.
         model: Sizes.
         seed: Initialization, batch order, dropout and attention noise.
-        learning_rate: After warm-up.
+        learning_rate: Learning rate after warm-up.
         warmup_epochs: Epochs until it is reached.
         decay_from: First epoch, counted from 0, with a lower rate.
         decay_every: Epochs between further reductions.
@@ -84,7 +84,7 @@ class VQAExperiment(Experiment):
 
     Attributes:
         num_skipped: Training questions left out because none of their answers is in the vocabulary.
-        num_vectors: Words whose embeddings begin with a pretrained vector; None where the config names no vectors.
+        num_vectors: Words whose embeddings begin with a pretrained vector; None if the config names no vectors.
     """
 
     model: MCAN

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def load_vectors(embedding: Float[Tensor, "words d"], path: Path, word_index: Mapping[str, int]) -> int:
-    """Copy the vectors of a file into the rows of their words and return how many there were; other rows stay as they are.
+    """Copy the vectors of a file into the rows of their words and return their number; other rows stay as they are.
 
     Raises:
         ValueError: See `read_vectors`, or the file has none of the words.
@@ -32,14 +32,14 @@ def read_vectors(path: Path, word_index: Mapping[str, int], dim: int) -> dict[in
         dim: Numbers of a vector.
 
     Raises:
-        ValueError: The file cannot be read, has a line of another length, or a vector that is not finite.
+        ValueError: The file cannot be read, has a line of the wrong length, or a vector that is not finite.
     """
     vectors: dict[int, Float[Tensor, " d"]] = {}
     try:
-        # some editors put a mark before the first word
+        # some editors put a byte-order mark before the first word
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
-                # from the right: a few "words" of GloVe's largest file have spaces in them
+                # split from the right: a few "words" of GloVe's largest file contain spaces
                 word, *values = line.rstrip().rsplit(" ", dim)
                 if len(values) != dim or (" " in word and _is_number(word.rsplit(" ", 1)[1])):
                     raise ValueError(

@@ -19,7 +19,7 @@ _NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", 
 _NUMBERS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
 _NUMBERS["none"] = "0"
 _ARTICLES = {"a", "an", "the"}
-# words that annotators type without their apostrophe; those that are words of their own without it ("its") stay
+# words that annotators type without their apostrophe; those that are also words without it ("its") stay
 _CONTRACTED = """
     ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't how's i'm i've isn't it'll let's
     might've mightn't must've mustn't needn't shan't should've shouldn't somebody's someone's that's there's they'd
@@ -53,7 +53,7 @@ class Vocabulary(WordVocabulary):
     Args:
         words: Words of questions.
         answers: Answers that can be given.
-        max_words: Longest question; what comes after is cut off.
+        max_words: Longest question; the rest is cut off.
     """
 
     reserved = RESERVED
@@ -88,7 +88,7 @@ class Vocabulary(WordVocabulary):
     def encode(self, questions: Sequence[str]) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
         """Return word indices, padded at the end to the longest question, and True where there is a word.
 
-        A question without any word is one unknown word: so attention always has a key.
+        A question without any word becomes one unknown word, so attention always has a key.
         """
         rows = []
         for question in questions:

@@ -70,7 +70,7 @@ def read_regions(folder: Path) -> Regions:
 
 
 def feature_name(image: str, regions: Regions) -> str:
-    """Return the name of an image in the features: COCO's file name, or its number where the features go by numbers."""
+    """Return the name of an image in the features: COCO's file name, or its number if the features are named by numbers."""
     number = coco_number(image) if regions.names[0].isdigit() else None
     return image if number is None else number
 

@@ -2,7 +2,7 @@
 
     i, f, o = σ(gates),  g = tanh(gates),  c' = f c + i g,  h = o tanh(c')
 
-The backward kernel computes the gates again from what the forward one was given, so nothing but inputs is kept.
+The backward kernel computes the gates again from the forward kernel's inputs, so only inputs are kept.
 """
 
 import triton
@@ -24,7 +24,7 @@ def _gate(gates, given, place, place_given, inside, HAS_GIVEN: tl.constexpr):
 
 @triton.jit
 def _gates(gates, given, at, given_stride, size, inside, HAS_GIVEN: tl.constexpr):
-    """Return i, f, o, g of the entries `at`, and where the first gate of each stands."""
+    """Return i, f, o, g of the entries `at`, and the position of the first gate of each."""
     row, column = at // size, at % size
     place, other = row * 4 * size + column, row * given_stride + column
     i = tl.sigmoid(_gate(gates, given, place, other, inside, HAS_GIVEN))

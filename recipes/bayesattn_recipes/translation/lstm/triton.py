@@ -23,7 +23,7 @@ def _blocks(count: int) -> tuple[int]:
 
 
 def _rows(given: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
-    """Return the given gates with unit stride inside a row, and the stride between rows; a stand-in where there are none."""
+    """Return the given gates with unit stride inside a row, and the stride between rows; a stand-in if there are none."""
     if given is None:
         return like, 0
     flat = given.flatten(0, 1)
