@@ -22,7 +22,7 @@ CLEAR = {
     },
     "language": set(),
     "translation": {("Multi30k, mean of 4 tests", "exact marginal", True)},
-    "captioning": {("shapes, 3 beams", "BAM-LF", False), ("shapes, controls", "Gaussian weights", False)},
+    "captioning": set(),
     "vqa": set(),
     "digits": {
         ("digits, accuracy", "ensemble of 3", True),
