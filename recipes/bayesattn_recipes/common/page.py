@@ -216,7 +216,8 @@ def forest(page: Page, path: Path) -> None:
         ticks.append(place + (len(inside) - 1) / 2)
         for effect in inside:
             index = kinds.index(effect.kind)
-            color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+            # a color that comes again has another marker
+            color, marker = COLORS[index % len(COLORS)], MARKERS[(index + index // len(COLORS)) % len(MARKERS)]
             label = None if effect.kind in seen else effect.kind
             seen.add(effect.kind)
             ax.plot([effect.low, effect.high], [place, place], color=color, linewidth=1.6)
