@@ -1,6 +1,6 @@
 """The page of graph results from its CSV files."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from bayesattn_recipes.common import page as pages
@@ -41,8 +41,25 @@ def table(page: pages.Page) -> str:
     """Return the tables of the page: the paper's settings, then the random splits."""
     public = [effect for effect in page.effects if effect.group.endswith(PUBLIC)]
     splits = [effect for effect in page.effects if not effect.group.endswith(PUBLIC)]
-    found = pages.effect_table(replace(page, effects=tuple(public)))
+    found = _public_table(public)
     return f"{found}\n{pages.side_by_side(splits, tuple(MEASURES), page.digits)}" if splits else found
+
+
+def _public_table(effects: Sequence[pages.Effect]) -> str:
+    """Return the table of the public split: one line per kind, with every graph and the paper's gain there."""
+    graphs = list(dict.fromkeys(effect.group for effect in effects))
+    header, lines = ["public split", "pairs", "settings"], []
+    for group in graphs:
+        soft = next(effect.baseline for effect in effects if effect.group == group)
+        header += [f"{group.removesuffix(f', {PUBLIC}')}, soft {soft:.2f}", "paper"]
+    for kind in dict.fromkeys(effect.kind for effect in effects):
+        own = {effect.group: effect for effect in effects if effect.kind == kind}
+        lines.append([kind, str(own[graphs[0]].runs), own[graphs[0]].search])
+        for effect in map(own.__getitem__, graphs):
+            assert effect.paper is not None
+            half = (effect.high - effect.low) / 2
+            lines[-1] += [f"{effect.value:+.2f} ± {half:.2f}, p {pages.show_p(effect.holm)}", f"{effect.paper:+.2f}"]
+    return pages.markdown(header, lines)
 
 
 def _of(row: dict[str, str], dataset: str, variant: str) -> bool:
