@@ -83,7 +83,10 @@ def test_search_without_time_says_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize("kinds", [digits.KINDS, graph.KINDS, captions.KINDS, questions.KINDS])
 def test_every_kind_of_a_study_has_as_many_settings(kinds):
-    assert len({len(set(kind.grid)) for kind in kinds.values()}) == 1
+    searched = {name: kind for name, kind in kinds.items() if not name.endswith("paper's k and β")}
+    assert len({len(set(kind.grid)) for kind in searched.values()}) == 1
+    # the row of the paper's own settings has nothing to choose from
+    assert all(len(kind.grid) == 1 for name, kind in kinds.items() if name not in searched)
 
 
 def test_cross_fitted_nll_is_blind_to_the_temperature_of_the_predictions():

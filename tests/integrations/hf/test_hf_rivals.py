@@ -243,7 +243,7 @@ def test_a_backend_asked_for_by_name_is_refused(backend):
 
 def test_losses_of_nodes_are_refused_because_choices_are_shared():
     model = bayesianize(GATConv(4, 5), **attention_options(AttentionChoice("hard-reinforce")))
-    with pytest.raises(ValueError, match=r"such as a graph, got losses of shape \(5,\) for 1 examples"):
+    with pytest.raises(ValueError, match=r"groups of equal size\), got losses of shape \(5,\) for 1 examples"):
         with_score_function(model, lambda: model(torch.randn(5, 4), GRAPH).square().sum(dim=1))
 
 
