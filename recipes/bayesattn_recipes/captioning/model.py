@@ -46,10 +46,10 @@ State = tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]
 
 
 class Unrolled(NamedTuple):
-    """Every step of captions: states after it, cells before it, weights, and scores Φ where noise was drawn ahead."""
+    """Every step of captions: states after it, cells before it, weights, and scores Φ if noise was drawn ahead."""
 
     hidden: Float[Tensor, "c t d"]
-    cells: Float[Tensor, "c t d"]
+    cells: list[Float[Tensor, "c d"]]
     weights: Float[Tensor, "c t n"]
     scores: Float[Tensor, "c t n"] | None = None
 
@@ -188,7 +188,8 @@ class Att2in(nn.Module):
             mask = image.mask.unsqueeze(1).expand(found.scores.shape)
             parts = categorical.largest(categorical.log_probs(found.scores, mask), self.top_keys)
             views = (parts.weights.to(image.keys.dtype).flatten(1, 2) @ image.keys).unflatten(1, parts.log_probs.shape[1:])
-            logits = self._marginal(*(_select(x, positions) for x in (reads, before, found.cells, parts.log_probs, views)))
+            inputs = (reads, before, torch.stack(found.cells, dim=1), parts.log_probs, views)
+            logits = self._marginal(*(_select(x, positions) for x in inputs))
         return (logits, found.weights) if need_weights else logits
 
     def next_logits(self, words: Int[Tensor, " c"], state: State, image: Image) -> tuple[Float[Tensor, "c v"], State]:
@@ -226,7 +227,7 @@ class Att2in(nn.Module):
             state, seen = self.step(read, state, image, mask)
             states.append(state[0])
             weights.append(seen)
-        return Unrolled(torch.stack(states, dim=1), torch.stack(cells, dim=1), torch.stack(weights, dim=1))
+        return Unrolled(torch.stack(states, dim=1), cells, torch.stack(weights, dim=1))
 
     def _unroll_planned(
         self, reads: Float[Tensor, "c t five_d"], image: Image, goes_on: Bool[Tensor, "c t"] | None
@@ -255,7 +256,7 @@ class Att2in(nn.Module):
             log_prior=prior,
             bias=bias,
         )
-        return Unrolled(hidden, torch.stack(cells, dim=1), torch.cat(weights, dim=1), all_scores)
+        return Unrolled(hidden, cells, torch.cat(weights, dim=1), all_scores)
 
 
 def _select(x: Float[Tensor, "c t *d"], positions: Int[Tensor, " p"] | None) -> Float[Tensor, "..."]:
