@@ -47,7 +47,8 @@ def run(device: str) -> list[Row]:
 def _rows(
     variants: tuple[Choice, ...], config: TranslationConfig, num_sentences: int, vocabulary_size: int, device: str
 ) -> list[Row]:
-    attention = {variant: AttentionChoice(variant, inference_dim=config.encoder_dim) for variant in variants}
+    attention = {str(variant): AttentionChoice(variant, inference_dim=config.encoder_dim) for variant in variants}
+    attention["variational-exact, top 4"] = AttentionChoice("variational-exact", top_keys=4)
     configs = {variant: dataclasses.replace(config, attention=choice) for variant, choice in attention.items()}
     return measure_costs(configs, num_sentences=num_sentences, length=16, vocabulary_size=vocabulary_size, device=device)
 
