@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_device import DEVICE, MARKS
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import bayesattn as ba
 from bayesattn.convert import hosted
@@ -129,3 +129,25 @@ def test_a_detached_prior_and_one_per_head_are_repeated_as_they_are():
         model = model_of("BAM-WC", **settings)
         expected = step(model, inputs_of())
         same(step(model, inputs_of()), expected)
+
+
+@pytest.mark.parametrize("variant", ["BAM-NOKL", "BAM-WC"])
+def test_rotary_queries_under_autocast_are_repeated_in_the_type_of_the_values(variant, monkeypatch):
+    """Rotary embeddings leave queries and keys in float32, where the linear layer has made the values half precision."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 31}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, max_position_embeddings=32, use_cache=False)
+    torch.manual_seed(1)
+    model = LlamaModel(config)
+    ba.bayesianize(model, ba.AttentionConfig(variant))
+    model.to(torch.device(DEVICE)).train()
+
+    def cast_step():
+        with torch.autocast(DEVICE, torch.float16):
+            return step(model, inputs_of(padded=False))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hosted, "signature", lambda *_: None)
+        expected = cast_step()
+    for _ in range(3):
+        same(cast_step(), expected)
+    assert all(isinstance(known, Repeated) for known in repeated_in(model))

@@ -16,7 +16,7 @@ from bayesattn.noise.streams import NoiseStream
 from bayesattn.ops.attention import observers, reference
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.prior.nodes import KeyPrior
-from bayesattn.precision import upcast, without_autocast
+from bayesattn.precision import as_autocast, upcast, without_autocast
 
 CHILD_NAME = "bayes"
 # kinds of calls that a module remembers: enough for the lengths of a data set
@@ -137,6 +137,8 @@ class HostedAttention(BayesianModule):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return output and KL of one draw; a call like an earlier one reuses what was worked out then."""
         need_kl, sample = self.needs_kl, self.is_sampling
+        # before the signature, so that a repeated call has the types of the call that was checked
+        query, key, value = as_autocast(query, key, value)
         found = signature(query, key, value, mask) if sample and bias is None else None
         if found is not None:
             prior = self.bayes_prior if need_kl else None
