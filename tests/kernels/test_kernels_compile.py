@@ -131,6 +131,12 @@ CONTEXTUAL_GRAPH = [
     "node_grad_kernel",
 ]
 
+# the order of the backward pass is autograd's: the KL's node is the later one
+LOGNORMAL = [
+    *("forward_kernel", "moments_kernel", "moments_kernel"),
+    *("moments_gradient_kernel", "moments_gradient_kernel", "prepare_kernel", "grad_key_kernel"),
+]
+
 CASES = {
     "one node": (
         lambda: attend(torch.bfloat16, "BAM-WC", masked=True, is_causal=False, in_one_pass=True),
@@ -151,6 +157,14 @@ CASES = {
     "lognormal": (
         lambda: attend(torch.float16, "BAM-LC", masked=True, is_causal=True, in_one_pass=False),
         ["forward_kernel", "prepare_kernel", "grad_key_kernel", "grad_query_kernel"],
+    ),
+    "lognormal, where all queries have the same keys": (
+        lambda: attend(torch.bfloat16, "BAM-LC", masked=True, is_causal=False, in_one_pass=True),
+        LOGNORMAL,
+    ),
+    "lognormal, where all queries have the same keys, wide heads, float32": (
+        lambda: attend(torch.float32, "BAM-LF", masked=False, is_causal=False, in_one_pass=False, features=128),
+        [*LOGNORMAL, "grad_query_kernel"],
     ),
     "statistics": (
         lambda: statistics(torch.bfloat16, 64, is_causal=False),

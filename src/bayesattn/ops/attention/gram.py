@@ -25,6 +25,9 @@ from bayesattn.ops.attention.reference import expand_heads
 from bayesattn.ops.once import once_differentiable
 from bayesattn.precision import saturate, upcast, without_autocast
 
+# features of a head up to which a d × d matrix of float32 fits into the registers of a kernel's program
+WIDEST_OF_KERNELS = 128
+
 
 def is_separable(allowed: Allowed) -> bool:
     """Whether all queries have the same keys, in every head."""
@@ -40,14 +43,20 @@ def separable_lognormal_kl(
     allowed: Allowed,
     config: AttentionConfig,
     scale: float,
+    *,
+    by_kernels: bool = False,
 ) -> Float[Tensor, " b"]:
-    """Return the lognormal KL of each example from queries, keys and, where Φ is the log-softmax, LSE of each row."""
+    """Return the lognormal KL of each example from queries, keys and, where Φ is the log-softmax, LSE of each row.
+
+    With `by_kernels`, Triton sums (`gram_kernels.py`) where its registers can hold the matrices.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     location, shift = lognormal_location(log_prior, allowed, config), 0.5 * config.sigma_q**2
     if not isinstance(location, Tensor):
         location = query.new_full((1, 1, 1, 1), location, dtype=wide)
     shift = query.new_full((1, 1, 1), shift, dtype=wide) if lse is None else lse + shift
-    return lognormal_kl_from_squares(sum_of_squares(query, key, location, shift, allowed, scale), allowed, config)
+    squares = sum_of_squares(query, key, location, shift, allowed, scale, by_kernels=by_kernels)
+    return lognormal_kl_from_squares(squares, allowed, config)
 
 
 def sum_of_squares(
@@ -57,6 +66,8 @@ def sum_of_squares(
     shift: Float[Tensor, "#b #h #m"],
     allowed: Allowed,
     scale: float,
+    *,
+    by_kernels: bool = False,
 ) -> Float[Tensor, " b"]:
     """Return Σ_ij (scale · q_i · k_j − μ_j − x_i)² of each example, over the keys that exist; in float32 or better.
 
@@ -67,6 +78,7 @@ def sum_of_squares(
         shift: x_i.
         allowed: Which entries exist; `is_separable`.
         scale: Factor of the dot product.
+        by_kernels: Whether Triton may compute it.
     """
     b, h, m, n = allowed.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -76,11 +88,12 @@ def sum_of_squares(
         # the compiler differentiates the formula itself
         query, key = _extended(upcast(query), upcast(key), location, shift, allowed.mask, scale)
         return _product(_gram(query), _gram(key), scale)
-    return _SumOfSquares.apply(query, key, location, shift, allowed.mask, scale)
+    by_kernels = by_kernels and query.shape[-1] <= WIDEST_OF_KERNELS
+    return _SumOfSquares.apply(query, key, location, shift, allowed.mask, scale, by_kernels)
 
 
 class _SumOfSquares(torch.autograd.Function):
-    """Queries, keys, μ and x to S; q̃ and k̃ are made again for the backward pass, so only small matrices are kept."""
+    """Queries, keys, μ and x to S; q̃ and k̃ are formed again for the backward pass, so only small matrices are kept."""
 
     @staticmethod
     def forward(
@@ -91,16 +104,31 @@ class _SumOfSquares(torch.autograd.Function):
         shift: Float[Tensor, "b h m"],
         mask: Bool[Tensor, "#b 1 1 n"] | None,
         scale: float,
+        by_kernels: bool,
     ) -> Float[Tensor, " b"]:
-        of_queries, of_keys = map(_gram, _extended(query, key, location, shift, mask, scale))
+        if by_kernels:
+            from bayesattn.ops.attention import gram_kernels
+
+            of_queries = gram_kernels.moments(query, shift, None, scale, of_keys=False)
+            of_keys = gram_kernels.moments(key, location, mask, scale, of_keys=True)
+            found = torch.linalg.vecdot(of_queries.flatten(1), of_keys.flatten(1))
+        else:
+            of_queries, of_keys = map(_gram, _extended(query, key, location, shift, mask, scale))
+            found = _product(of_queries, of_keys, scale)
         ctx.save_for_backward(query, key, location, shift, mask, of_queries, of_keys)
-        ctx.scale = scale
-        return _product(of_queries, of_keys, scale)
+        ctx.scale, ctx.by_kernels = scale, by_kernels
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Float[Tensor, " b"]) -> tuple[Tensor | None, ...]:
         query, key, location, shift, mask, of_queries, of_keys = ctx.saved_tensors
+        if ctx.by_kernels:
+            from bayesattn.ops.attention.gram_kernels import moments_gradient
+
+            grad_query, grad_shift = moments_gradient(query, shift, None, of_keys, grad, ctx.scale, of_keys=False)
+            grad_key, grad_location = moments_gradient(key, location, mask, of_queries, grad, ctx.scale, of_keys=True)
+            return grad_query, saturate(grad_key, key.dtype), grad_location, grad_shift, None, None, None
         d, hk = query.shape[-1], key.shape[1]
         rate = (2.0 * ctx.scale**2 * grad).view(-1, 1, 1, 1)
         with without_autocast(query.device.type):
@@ -110,7 +138,7 @@ class _SumOfSquares(torch.autograd.Function):
                 to_key.masked_fill_(~mask.transpose(-2, -1), 0.0)
         grad_key = to_key[..., :d].unflatten(1, (hk, -1)).sum(dim=2) if hk < query.shape[1] else to_key[..., :d]
         grads = saturate(to_query[..., :d], query.dtype), saturate(grad_key, key.dtype)
-        return *grads, to_key[..., d + 1], to_query[..., d] / -ctx.scale, None, None
+        return *grads, to_key[..., d + 1], to_query[..., d] / -ctx.scale, None, None, None
 
 
 def _extended(

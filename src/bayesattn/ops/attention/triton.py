@@ -105,7 +105,8 @@ def _with_plain_kl(
     if weibull:
         return output, weibull_kl(columns, lse, log_prior, allowed, config)
     if by_gram:
-        return output, separable_lognormal_kl(query, key, lse if need_lse else None, log_prior, allowed, config, scale)
+        rows = lse if need_lse else None
+        return output, separable_lognormal_kl(query, key, rows, log_prior, allowed, config, scale, by_kernels=True)
     return output, lognormal_kl(first, second, lse if need_lse else None, allowed, config)
 
 
