@@ -117,7 +117,9 @@ def test_the_table_through_the_command_line(tmp_path):
     options = ["--tasks", "cola,sst2", "--seeds", 2, *(f"--set={setting}" for setting in settings)]
     assert call("reproduce", "doubt", "--data", data, "--out", out, *options) == 0
     rows = read_rows(out / "doubt.csv")
-    assert {row["row"] for row in rows} == {*RANKINGS, *PREDICTIVES}
+    # two seeds make no ensemble of three
+    expected = {name for name in (*RANKINGS, *PREDICTIVES) if not name.startswith("ensemble")}
+    assert {row["row"] for row in rows} == expected
     own = {(row["task"], row["seed"]): row["aurc"] for row in rows if row["row"] == BASELINE}
     assert len(own) == 4
     # binary: entropy and temperature rank as confidence does
@@ -127,7 +129,7 @@ def test_the_table_through_the_command_line(tmp_path):
     logs = [math.log(row["aurc"] / own[row["task"], row["seed"]]) for row in rows if row["row"] == FLAGSHIP]
     assert found.change == pytest.approx(math.expm1(sum(logs) / 4))
     with (out / "doubt-pooled.csv").open() as file:
-        assert {row["ranking"] for row in csv.DictReader(file)} == RANKINGS.keys() - {BASELINE}
+        assert {row["ranking"] for row in csv.DictReader(file)} == RANKINGS.keys() & expected - {BASELINE}
     assert (out / "doubt.png").stat().st_size > 10_000
     # what is finished is not repeated: without data there is nothing to train from
     times = {path: path.stat().st_mtime_ns for path in (out / "found").iterdir()}
@@ -135,6 +137,18 @@ def test_the_table_through_the_command_line(tmp_path):
     assert times == {path: path.stat().st_mtime_ns for path in (out / "found").iterdir()}
 
 
-def test_variants_are_refused(tmp_path, capsys):
+def test_measurements_can_be_left_out_and_ensembles_need_their_members(tmp_path):
+    data, out = write_tasks(tmp_path / "data"), tmp_path / "out"
+    settings = ["encoder=tiny", "training.steps=3", "max_length=16", "train_size=64"]
+    options = ["--tasks", "cola", "--seeds", 3, "--variants", "dropout", *(f"--set={setting}" for setting in settings)]
+    assert call("reproduce", "doubt", "--data", data, "--out", out, *options) == 0
+    rows = {row["row"] for row in read_rows(out / "doubt.csv")}
+    assert {BASELINE, FLAGSHIP, "MC dropout, 20: t", "MC dropout, 20: mean", "ensemble of 3"} <= rows
+    absent = ("attention draws", "last-layer Laplace", "control", "ensemble of 5")
+    assert not any(name.startswith(absent) for name in rows)
+    assert "ensemble of 3" in (out / "doubt-table.md").read_text()
+
+
+def test_unknown_measurements_are_refused(tmp_path, capsys):
     assert call("reproduce", "doubt", "--variants", "wc", "--data", tmp_path, "--out", tmp_path) == 2
-    assert "all models have ordinary attention" in capsys.readouterr().err
+    assert "variants must be among draws, dropout, laplace, controls" in capsys.readouterr().err

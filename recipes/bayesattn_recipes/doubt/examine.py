@@ -28,7 +28,7 @@ Found = dict[str, Tensor]
 Row = dict[str, Any]
 
 
-def examine(model: nn.Module, splits: dict[str, Split], collator: Collator, *, seed: int) -> Found:
+def examine(model: nn.Module, splits: dict[str, Split], collator: Collator, *, seed: int, optional: Sequence[str]) -> Found:
     """Ask a model about its validation and test texts, and about texts of another kind.
 
     Args:
@@ -36,20 +36,18 @@ def examine(model: nn.Module, splits: dict[str, Split], collator: Collator, *, s
         splits: `train`, `validation`, `test`, and `outside`, whose labels mean nothing to this model.
         collator: Makes batches.
         seed: Seed of the draws.
+        optional: Which measurements of `rankings.OPTIONAL` to make.
     """
     found: Found = {}
     for name in ("validation", "test", "outside"):
         rows = splits[name].rows
         parts = [_plain(model, rows, collator), _closed_form(model, rows, collator)]
         if name != "outside":
-            parts += [
-                _attention_draws(model, rows, collator, seed),
-                _dropout_draws(model, rows, collator, seed),
-                _controls(model, rows, collator),
-            ]
+            more = {"draws": _attention_draws, "dropout": _dropout_draws, "controls": _controls}
+            parts += [measured(model, rows, collator, seed) for name, measured in more.items() if name in optional]
             found[f"{name}.labels"] = torch.tensor(splits[name].labels)
         found |= {f"{name}.{key}": value for part in parts for key, value in part.items()}
-    return found | _laplace(model, splits, collator, found["validation.labels"])
+    return found | (_laplace(model, splits, collator, found["validation.labels"]) if "laplace" in optional else {})
 
 
 def _batches(model: nn.Module, rows: Sequence[Row], collator: Collator) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
@@ -145,7 +143,7 @@ def _paired_t(values: Float[Tensor, "s b c"], pair: Tensor) -> Float[Tensor, " b
     return difference.mean(dim=0) / difference.std(dim=0).clamp(min=1e-30)
 
 
-def _controls(model: nn.Module, rows: Sequence[Row], collator: Collator) -> Found:
+def _controls(model: nn.Module, rows: Sequence[Row], collator: Collator, _seed: int) -> Found:
     learned = [p for p in model.parameters() if p.requires_grad]
     try:
         for parameter in learned:

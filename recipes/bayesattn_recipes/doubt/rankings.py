@@ -23,6 +23,13 @@ SCALES = tuple(10.0 ** (step / 20.0) for step in range(-40, 61, 3))
 FITTED_ON = 500
 BASELINE = "own confidence"
 FLAGSHIP = "closed form"
+# measurements that a study may leave out: the beginning of the names of the rows that need one, and an array that it writes
+OPTIONAL = {
+    "draws": ("attention draws", "attention20.t"),
+    "dropout": ("MC dropout", "dropout20.t"),
+    "laplace": ("last-layer Laplace", "laplace.t"),
+    "controls": ("control", PLACES[0]),
+}
 # for other tasks: the standard deviation alone and, for SQuAD 2.0, the score of the best span minus that of "no answer"
 DEVIATION, NULL_SCORE = "standard deviation", "null score"
 
@@ -66,6 +73,12 @@ class Run:
         """The scale whose averaged probabilities have the lowest NLL on validation texts."""
         labels = self.get("validation", "labels")[:FITTED_ON]
         return min(SCALES, key=lambda s: _nll(self.averaged("validation", s, FITTED_ON), labels))
+
+    def has(self, row: str) -> bool:
+        """Whether the measurements behind a row were made, and all members of an ensemble exist."""
+        if row.startswith("ensemble of "):
+            return len(self.others) >= int(row.removeprefix("ensemble of "))
+        return all(f"test.{key}" in self.found for start, key in OPTIONAL.values() if row.startswith(start))
 
     def ensemble(self, split: str, size: int) -> Float[Tensor, "n c"]:
         """Mean probabilities of the models of `size` seeds, this one among them."""
@@ -177,11 +190,12 @@ def measure_predictive(of: Callable[[Run, str], Tensor], run: Run) -> dict[str, 
 
 
 def measure(run: Run) -> dict[str, dict[str, float]]:
-    """Return the measures of every row."""
+    """Return the measures of every row that the run has."""
     correct = run.correct("test")
-    rows = {name: measure_ranking(certainty(run, "test"), correct) for name, certainty in RANKINGS.items()}
+    rows = {name: measure_ranking(certainty(run, "test"), correct) for name, certainty in RANKINGS.items() if run.has(name)}
     for name, of in PREDICTIVES.items():
-        rows.setdefault(name, {}).update(measure_predictive(of, run))
+        if run.has(name):
+            rows.setdefault(name, {}).update(measure_predictive(of, run))
     for name in (BASELINE, FLAGSHIP):
         inside, outside = (-RANKINGS[name](run, split).double() for split in ("test", "outside"))
         rows[name]["outside_auroc"] = float(metrics.auroc(inside, outside))

@@ -20,6 +20,7 @@ from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, deadline_after
 from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.doubt import table
 from bayesattn_recipes.doubt.examine import Found, examine
+from bayesattn_recipes.doubt.rankings import OPTIONAL
 from bayesattn_recipes.language import data as text_data
 from bayesattn_recipes.language.model import unpacked
 from bayesattn_recipes.language.prepare import Prepared, Split, make_split
@@ -48,7 +49,8 @@ def reproduce(
 
     Args:
         names: Tasks; None takes all seven.
-        variants: Must be None: every model has ordinary attention.
+        variants: Measurements of `rankings.OPTIONAL`, beside own confidence, closed form and ensembles; None makes all.
+            Draws take most of the time. Every model has ordinary attention.
         num_seeds: Models per task.
         data: The data folder.
         out: Folder for all results.
@@ -60,8 +62,7 @@ def reproduce(
     Returns:
         The Markdown file with the tables.
     """
-    if variants is not None:
-        raise ValueError(f"variants must be left out, because all models have ordinary attention, got {list(variants)!r}")
+    optional = choose("variants", variants, tuple(OPTIONAL))
     tasks = choose("tasks", names, TASKS)
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     base = {task: load_config(task, ["attention.variant=soft", *precision, *settings]) for task in tasks}
@@ -74,7 +75,7 @@ def reproduce(
     outside = {task: _outside(base[task], prepared[task], data) for task in prepared}
     work = {
         f"{task}-{seed}": (
-            dataclasses.replace(base[task], seed=seed), prepared[task], outside[task], data, _path(out, task, seed)
+            dataclasses.replace(base[task], seed=seed), prepared[task], outside[task], data, _path(out, task, seed), optional
         )
         for task, seed in todo
     }  # fmt: skip
@@ -112,12 +113,14 @@ def _outside(config: LanguageConfig, prepared: Prepared, data: Path | None) -> S
     return make_split(prepared.task, prepared.tokenizer, unlabeled, config.max_length)
 
 
-def run_one(config: LanguageConfig, prepared: Prepared, outside: Split, data: Path | None, path: Path) -> None:
+def run_one(
+    config: LanguageConfig, prepared: Prepared, outside: Split, data: Path | None, path: Path, optional: Sequence[str]
+) -> None:
     """Train one model, ask it, and write its answers."""
     fitted = train_model(config, data, prepared=prepared)
     model = ba.restore(fitted.model).eval()
     collator = make_collator(config, prepared.tokenizer)
-    found = examine(model, {**prepared.splits, "outside": outside}, collator, seed=config.seed)
+    found = examine(model, {**prepared.splits, "outside": outside}, collator, seed=config.seed, optional=optional)
     # pictures show the first seed's test texts
     kept = {name: v for name, v in found.items() if v.dtype != torch.half or (config.seed == 0 and name.startswith("test"))}
     write_bytes(path, safetensors.torch.save({name: _small(value) for name, value in kept.items()}))

@@ -146,7 +146,8 @@ def probability_table(rows: Sequence[Row]) -> str:
     """Return NLL and ECE of rows that give probabilities, before and after a temperature."""
     header = ["probabilities of", "accuracy", "NLL", "ECE", "NLL, scaled", "ECE, scaled"]
     body = []
-    for name in PREDICTIVES:
+    measured = {row["row"] for row in rows}
+    for name in (name for name in PREDICTIVES if name in measured):
         cells = [name]
         for key in ("accuracy", "nll", "ece", "nll_scaled", "ece_scaled"):
             values = list(_values(rows, name, key).values())
