@@ -82,6 +82,15 @@ def test_same_seed_same_generations_other_seed_others():
     assert not model.training
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_every_module_gets_its_own_mode_back(training):
+    model = bayesianize(build("llama"), CONFIG).train(training)
+    model.lm_head.train(not training)
+    modes = {name: module.training for name, module in model.named_modules()}
+    generate(model, prompts(), 2, seed=0, **options("dynamic"))
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
 def test_chunks_give_the_same_greedy_generations():
     model = bayesianize(build("llama"), CONFIG)
     whole, chunked = (generate(model, prompts(), 5, seed=3, chunk_size=c, **options("dynamic")) for c in (None, 2))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.convert.hosted import HostedAttention
+from bayesattn.convert.modes import evaluating
 from bayesattn.noise.specification import draw_seed
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.prediction import sampling
@@ -123,21 +124,16 @@ def generate(
     batch, device = first.shape[0], first.device
     # static caches make generate() compile the forward pass, which skips the hook that sets the position
     options = {"disable_compile": True, **generate_kwargs, "return_dict_in_generate": True, "output_logits": True}
-    was_training = model.training
     chunks = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None), evaluating(model):
         if seed is not None:
             torch.manual_seed(seed)
         seeds = torch.randint(0, 2**63 - 1, (num_samples, batch), generator=_generator(draw_seed()))
-        try:
-            model.eval()
-            for rows in seeds.split(chunk_size or num_samples):
-                repeated = {name: _repeat(value, batch, rows.shape[0]) for name, value in inputs.items()}
-                with sampling(model), sequence_noise(model, rows.flatten().to(device)):
-                    output = cast(Any, model).generate(**repeated, **options)
-                chunks.append(_read(model, output, rows.shape[0], batch))
-        finally:
-            model.train(was_training)
+        for rows in seeds.split(chunk_size or num_samples):
+            repeated = {name: _repeat(value, batch, rows.shape[0]) for name, value in inputs.items()}
+            with sampling(model), sequence_noise(model, rows.flatten().to(device)):
+                output = cast(Any, model).generate(**repeated, **options)
+            chunks.append(_read(model, output, rows.shape[0], batch))
     return _concatenate(chunks, _pad_id(model))
 
 
