@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from bayesattn.batching import BatchDims, batch_axes, repeated, split_draws
 from bayesattn.metrics.disagreement import entropy, information_of_draws
 from bayesattn.metrics.significance import top_two_p_value
+from bayesattn.modes import evaluating
 from bayesattn.nn import BayesianModule
 from bayesattn.noise.keyed import example_seeds, keyed_noise
 from bayesattn.noise.specification import draw_seed
@@ -217,23 +218,17 @@ def predict(
         values = {name: repeated(v, axes[name], count) if name in axes else v for name, v in arguments.items()}
         return found(model(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs}))
 
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with (
-            sampling(model, dropout=dropout),
-            torch.random.fork_rng(_gpus(model, arguments.values()), enabled=seed is not None),
-        ):
-            if seed is not None:
-                torch.manual_seed(seed)
-            if batch == 0 or dropout:
-                logits = torch.stack([forward(1) for _ in range(num_samples)])
-            else:
-                logits = _draw_together(forward, batch, num_samples, chunk_size or num_samples)
-    finally:
-        # one by one: train() would also switch on parts that their owner keeps in eval mode
-        for module, mode in modes:
-            module.training = mode
+    with (
+        evaluating(model),
+        sampling(model, dropout=dropout),
+        torch.random.fork_rng(_gpus(model, arguments.values()), enabled=seed is not None),
+    ):
+        if seed is not None:
+            torch.manual_seed(seed)
+        if batch == 0 or dropout:
+            logits = torch.stack([forward(1) for _ in range(num_samples)])
+        else:
+            logits = _draw_together(forward, batch, num_samples, chunk_size or num_samples)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     link = {"multiclass": lambda x: torch.softmax(x, dim=-1), "multilabel": torch.sigmoid, "regression": lambda x: x}
     return Prediction(samples=link[task](logits), logits=logits, task=task)

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from bayesattn.convert.modes import all_modules, evaluating
+from bayesattn.modes import all_modules, evaluating
 
 
 class Odd(nn.Module):

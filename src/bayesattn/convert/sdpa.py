@@ -21,7 +21,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert.attributes import dropout_rate, key_dim, sizes
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
-from bayesattn.convert.modes import evaluating
+from bayesattn.modes import evaluating
 from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.prediction import as_arguments
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert.hosted import HostedAttention
-from bayesattn.convert.modes import evaluating
 from bayesattn.doubt.temporary import bayesian
+from bayesattn.modes import evaluating
 from bayesattn.nn import BayesianModule, MultiheadAttention
 from bayesattn.noise import log_noise_variance
 from bayesattn.precision import upcast

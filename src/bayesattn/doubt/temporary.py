@@ -16,7 +16,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize, restore
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.convert.hosted import HostedAttention
-from bayesattn.convert.modes import all_modules
+from bayesattn.modes import all_modules
 from bayesattn.nn import BayesianModule
 
 # the config of a plain model for the call; without a KL it needs no prior, so no parameters are added

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from bayesattn import metrics
 from bayesattn.batching import BatchDims
 from bayesattn.config import NOISE_FIELD
-from bayesattn.convert.modes import evaluating
 from bayesattn.doubt.calibration import fit_noise
 from bayesattn.doubt.progress import Progress
 from bayesattn.doubt.search import follow, most_evaluations, search
 from bayesattn.doubt.tuning_result import NoiseTuning, Quality, set_noise
+from bayesattn.modes import evaluating
 from bayesattn.nn import BayesianModule
 from bayesattn.objective import IGNORED_LABEL
 from bayesattn.prediction import as_arguments, find_logits, predict

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
-from bayesattn.convert.modes import evaluating
 from bayesattn.doubt import closed_form, graphs
 from bayesattn.doubt.result import Uncertainty
 from bayesattn.doubt.targets import Number, Output, Target, settle
 from bayesattn.doubt.temporary import bayesian
+from bayesattn.modes import evaluating
 from bayesattn.prediction import as_arguments, find_logits, predict
 from bayesattn.scalars import check_choice, check_count
 

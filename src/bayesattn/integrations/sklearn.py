@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesattn.convert.modes import evaluating
 from bayesattn.doubt import uncertainty
+from bayesattn.modes import evaluating
 from bayesattn.optional import needs_extra
 from bayesattn.precision import upcast
 from bayesattn.prediction import as_arguments, find_logits

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.convert.hosted import HostedAttention
-from bayesattn.convert.modes import evaluating
+from bayesattn.modes import evaluating
 from bayesattn.noise.specification import draw_seed
 from bayesattn.noise.streams import NoiseStream
 from bayesattn.prediction import sampling
