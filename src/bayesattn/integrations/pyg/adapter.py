@@ -10,8 +10,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert import attributes
 from bayesattn.convert.attributes import Sizes
 from bayesattn.convert.multihead import become_bayesian, become_plain
-from bayesattn.integrations.pyg.layers import BayesianGATConv, BayesianGATv2Conv
-from bayesattn.integrations.pyg.transformer import BayesianTransformerConv
+from bayesattn.integrations.pyg.layers import BayesianGATConv, BayesianGATv2Conv, BayesianTransformerConv
 from bayesattn.nn import AttentionWeights, BayesianModule
 
 _BAYESIAN: dict[type[nn.Module], type[BayesianModule]] = {
