@@ -45,16 +45,15 @@ class TextDoubt:
 
 
 def doubt_texts(
-    model: nn.Module, tokenizer: Any, texts: Sequence[str | Pair], *, batch_size: int = 16, max_length: int | None = None
+    model: nn.Module, tokenizer: Any, texts: Sequence[str | Pair], *, batch_size: int = 16
 ) -> Iterator[TextDoubt]:
-    """Yield the doubt of every text, in their order.
+    """Yield the doubt of every text, in their order; what is longer than tokenizer and model allow is cut off.
 
     Args:
         model: A transformers sequence classifier, plain or Bayesian; left unchanged.
         tokenizer: Its fast tokenizer, which maps tokens to positions in the text.
         texts: Texts, or pairs of texts.
         batch_size: Texts per pass.
-        max_length: Maximum number of tokens; None is the most that tokenizer and model allow.
 
     Raises:
         ValueError: There is no text, one is empty, or the tokenizer is a slow one.
@@ -67,7 +66,7 @@ def doubt_texts(
         if not any(part.strip() for part in ([text] if isinstance(text, str) else text)):
             raise ValueError(f"text {number} is empty")
     device = next(model.parameters()).device
-    limit = min(tokenizer.model_max_length, _positions(model)) if max_length is None else max_length
+    limit = min(tokenizer.model_max_length, _positions(model))
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
         first = [text if isinstance(text, str) else text[0] for text in part]
