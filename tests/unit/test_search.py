@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bayesattn.doubt.search import follow, most_evaluations, search
+from bayesattn.doubt.tuning import follow, most_evaluations, search
 
 
 @pytest.mark.parametrize("num", range(1, 15))
