@@ -59,21 +59,9 @@ class KLCallback(BayesianCallback):
         max_share: The weighted KL is at most this share of the NLL (`elbo`); None for no cap.
 
     Example:
-        >>> import tempfile
-        >>> import torch
-        >>> import transformers as hf
-        >>> import bayesattn as ba
-        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
-        >>> model = ba.bayesianize(hf.BertForSequenceClassification(hf.BertConfig(**sizes)), ba.AttentionConfig("BAM-WC"))
-        >>> rows = [{"input_ids": torch.tensor([1, 5, 2]), "labels": torch.tensor(1)}] * 4
-        >>> options = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": "none"}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     args = hf.TrainingArguments(folder, disable_tqdm=True, **options)
-        ...     trainer = hf.Trainer(model, args, train_dataset=rows, callbacks=[KLCallback()])
-        ...     trainer.remove_callback(hf.PrinterCallback)  # the log is read below instead
-        ...     _ = trainer.train()
-        >>> {"nll", "kl", "kl_weight"} <= set(trainer.state.log_history[0])
-        True
+        >>> callback = KLCallback(KLSchedule("sigmoid", anneal_rate=0.2))  # for Trainer(..., callbacks=[callback])
+        >>> callback.schedule(0), callback.max_share  # `BayesianTrainer` shows a whole training
+        (0.5, 0.01)
     """
 
     def __init__(self, schedule: KLSchedule | None = None, *, max_share: float | None = MAX_SHARE) -> None:
