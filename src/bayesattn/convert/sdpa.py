@@ -92,7 +92,7 @@ def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights:
         config, key_dim=head_dim, num_heads=heads, name=name, weights=weights, device=device, dtype=dtype
     )
     module.add_module(CHILD_NAME, child.train(module.training))
-    module.__class__ = _intercepting(type(module))
+    module.__class__ = intercepting(_Intercepting, type(module))
 
 
 def bayesian_part(module: nn.Module) -> BayesianModule | None:
@@ -119,9 +119,10 @@ class _Intercepting(nn.Module):
 
 
 @cache
-def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
+def intercepting(mixin: type[nn.Module], host_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a host whose `forward` is the mixin's; `detach` swaps it back."""
     # same name: print(model), and code that looks at class names, see no change
-    return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
+    return type(host_class.__name__, (mixin, host_class), {"__module__": host_class.__module__})
 
 
 class _Watch(TorchFunctionMode):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from bayesattn import sensitivity
 from bayesattn.config import AttentionConfig
-from bayesattn.convert import attributes
+from bayesattn.convert import attributes, sdpa
 from bayesattn.convert.attributes import Sizes, dropout_rate
 from bayesattn.convert.hosted import CHILD_NAME, HostedAttention
 from bayesattn.convert.masks import split_mask
-from bayesattn.convert.sdpa import SampledAttention
+from bayesattn.convert.sdpa import SampledAttention, intercepting
 from bayesattn.integrations.hf.adapter import batch_of, release_batch
 from bayesattn.nn import AttentionWeights, BayesianModule
 from bayesattn.ops.attention import observers
@@ -73,7 +73,7 @@ def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights:
     child = HostedAttention(config, key_dim=head_dim, num_heads=heads, name=name, device=device, dtype=dtype)
     child.batch = batch_of(model, name)
     module.add_module(CHILD_NAME, child.train(module.training))
-    module.__class__ = _intercepting(type(module))
+    module.__class__ = intercepting(_Intercepting, type(module))
 
 
 def bayesian_part(module: nn.Module) -> BayesianModule | None:
@@ -83,10 +83,8 @@ def bayesian_part(module: nn.Module) -> BayesianModule | None:
 
 def detach(model: nn.Module, name: str) -> None:
     """Swap the class back and remove the child."""
-    module = model.get_submodule(name)
-    child = getattr(module, CHILD_NAME)
-    delattr(module, CHILD_NAME)
-    module.__class__ = type(module).__mro__[2]
+    child = getattr(model.get_submodule(name), CHILD_NAME)
+    sdpa.detach(model, name)
     release_batch(model, name, child)
 
 
@@ -193,12 +191,6 @@ def _key_factor(module: Any) -> float:
     """Return the factor by which the host divided its keys before the product: the prior reads the original keys."""
     types = getattr(module, "pos_att_type", None)
     return 1.0 if types is None else math.sqrt(module.attention_head_size * (1 + len({"c2p", "p2c"} & set(types))))
-
-
-@cache
-def _intercepting(host_class: type[nn.Module]) -> type[nn.Module]:
-    # same name: print(model), and code that looks at class names, see no change
-    return type(host_class.__name__, (_Intercepting, host_class), {"__module__": host_class.__module__})
 
 
 @cache
