@@ -52,10 +52,18 @@ class Candidate:
         """Class of the module."""
         return type(self.module).__name__
 
+    def refusal(self, weights: AttentionWeights) -> str | None:
+        """Say why the module cannot take these custom weights; None where it can."""
+        own = getattr(self.adapter, "refusal", None)
+        return None if own is None else own(weights)
+
 
 @runtime_checkable
 class Adapter(Protocol):
-    """The functions that `bayesianize` and `restore` need for one kind of attention."""
+    """The functions that `bayesianize` and `restore` need for one kind of attention.
+
+    An adapter whose modules cannot take all custom weights also has `refusal(weights)`, as in `Candidate`.
+    """
 
     def find(self, model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
         """Return the modules of this kind that are not Bayesian yet: by name, why it cannot be converted, or None."""
@@ -63,10 +71,6 @@ class Adapter(Protocol):
 
     def sizes(self, module: nn.Module) -> Sizes:
         """Return the sizes to build the custom weights of a module with."""
-        ...
-
-    def refusal(self, weights: AttentionWeights) -> str | None:
-        """Say why modules of this kind cannot take these custom weights; None where they can."""
         ...
 
     def attach(

@@ -137,7 +137,7 @@ def _build(candidate: Candidate, weights: WeightsFactory | None) -> AttentionWei
     adapter = candidate.adapter
     assert adapter is not None
     own = None if weights is None else build_weights(weights, **adapter.sizes(candidate.module)._asdict())
-    problem = None if own is None else adapter.refusal(own)
+    problem = None if own is None else candidate.refusal(own)
     if problem is not None:
         raise ValueError(f"{candidate.name or 'the model'} ({candidate.kind}) cannot be converted: {problem}")
     return own

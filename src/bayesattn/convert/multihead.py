@@ -31,11 +31,6 @@ def sizes(module: Any) -> Sizes:
     return attributes.sizes(module, module.head_dim, module.num_heads)
 
 
-def refusal(weights: AttentionWeights) -> None:
-    """Accept all custom weights: scores, keys and values are available."""
-    return
-
-
 def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Turn torch's module into `bayesattn.nn.MultiheadAttention`."""
     module: Any = model.get_submodule(name)

@@ -79,11 +79,6 @@ def is_shown(module: nn.Module) -> bool:
     return _shows_call(type(module).__mro__[2])
 
 
-def refusal(weights: AttentionWeights) -> None:
-    """Accept all custom weights: scores, keys and values are available."""
-    return
-
-
 def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Attach the Bayesian part as a child and swap the class."""
     module = model.get_submodule(name)

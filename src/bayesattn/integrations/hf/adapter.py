@@ -35,11 +35,6 @@ def find(model: nn.Module, config: AttentionConfig) -> dict[str, str | None]:
     }
 
 
-def refusal(weights: AttentionWeights) -> None:
-    """Accept all custom weights: scores, keys and values are available."""
-    return
-
-
 def attach(model: nn.Module, name: str, config: AttentionConfig | None, weights: AttentionWeights | None = None) -> None:
     """Give the module a Bayesian child and a config that names our attention function."""
     module = model.get_submodule(name)
