@@ -16,6 +16,9 @@ from bayesattn.nn.module import checked_config
 Model = TypeVar("Model", bound=nn.Module)
 Selection = Sequence[int | str]
 
+# an error lists at most this many attention modules by name
+MOST_NAMES = 24
+
 
 def bayesianize(
     model: Model,
@@ -201,5 +204,5 @@ def _names(candidates: list[Candidate]) -> str:
     return ", ".join(repr(name) for name in _shortened([candidate.name for candidate in candidates]))
 
 
-def _shortened(names: list[str], limit: int = 24) -> list[str]:
-    return names if len(names) <= limit else [*names[:limit], f"and {len(names) - limit} more"]
+def _shortened(names: list[str]) -> list[str]:
+    return names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], f"and {len(names) - MOST_NAMES} more"]

@@ -14,6 +14,7 @@ from bayesattn.plots.overlay import blend
 
 # words for the stored attention maps, in the order shown
 MAPS = {"prior": "prior Ψ", "mean": "mean W", "std": "std of W"}
+NUM_EXAMPLES = 6
 
 
 @dataclass(frozen=True)
@@ -30,24 +31,24 @@ class Example:
     pictures: list[tuple[str, str]]
 
 
-def certain_mistakes(group: Group, split: str, count: int = 6) -> list[Example]:
+def certain_mistakes(group: Group, split: str) -> list[Example]:
     """Return the wrong predictions of the group's first run with the highest confidence."""
-    return _pick(group, split, count, wanted_accuracy=0.0, most_certain=True)
+    return _pick(group, split, wanted_accuracy=0.0, most_certain=True)
 
 
-def uncertain_hits(group: Group, split: str, count: int = 6) -> list[Example]:
+def uncertain_hits(group: Group, split: str) -> list[Example]:
     """Return the right predictions of the group's first run with the lowest confidence."""
-    return _pick(group, split, count, wanted_accuracy=1.0, most_certain=False)
+    return _pick(group, split, wanted_accuracy=1.0, most_certain=False)
 
 
-def _pick(group: Group, split: str, count: int, wanted_accuracy: float, most_certain: bool) -> list[Example]:
+def _pick(group: Group, split: str, wanted_accuracy: float, most_certain: bool) -> list[Example]:
     predictions = group.runs[0].predictions
     part = predictions.splits[split]
     if part.labels is None:
         return []
     table = group.tabulate(part.samples[group.method], part.labels)
     candidates = (table.accuracy == wanted_accuracy).nonzero().flatten()
-    order = table.confidence[candidates].argsort(descending=most_certain, stable=True)[:count]
+    order = table.confidence[candidates].argsort(descending=most_certain, stable=True)[:NUM_EXAMPLES]
     names = predictions.class_names
     return [
         Example(

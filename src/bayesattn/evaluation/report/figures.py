@@ -63,12 +63,13 @@ class Drawn:
     is_wide: bool = False
 
 
-def draw_all(groups: Sequence[Group], split: str = IN_DISTRIBUTION) -> list[Drawn]:
-    """Draw what the runs have data for, on one labeled split; models of different recipes are not compared.
+def draw_all(groups: Sequence[Group]) -> list[Drawn]:
+    """Draw what the runs have data for, on the test split; models of different recipes are not compared.
 
     Curves of risk against coverage are means over the runs of a group. In the other figures its runs are pooled: their
     predictions are drawn as if they came from one long test set.
     """
+    split = IN_DISTRIBUTION
     groups = [
         group for group in groups if split in group.splits() and group.runs[0].predictions.splits[split].labels is not None
     ]
@@ -179,7 +180,7 @@ def _neighborhoods(group: Group, split: str, number: int) -> Iterator[Drawn]:
     called = [str(node) for node in range(int(edges.index.max()) + 1)]
     for node, label in zip(edges.index[0].tolist(), edges.source_labels.tolist()):
         called[node] = f"{node} {names[label]}" if 0 <= label < len(names) else str(node)
-    for place, mistake in enumerate(certain_mistakes(group, split, NUM_NEIGHBORHOODS), start=1):
+    for place, mistake in enumerate(certain_mistakes(group, split)[:NUM_NEIGHBORHOODS], start=1):
         node = int(edges.nodes[mistake.index])
         title = f"Node {node}: said {mistake.predicted}, is {mistake.label}"
         make = partial(
