@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize, restore
-from bayesattn.convert.adapters import converted_modules
+from bayesattn.convert.adapters import bayesian_names
 from bayesattn.nn import BayesianModule
 from bayesattn.ops.attention.observers import Call, CallScope, observed_calls
 
@@ -106,7 +106,7 @@ def observe(
     if is_plain:
         bayesianize(model, AttentionConfig("soft"))
     try:
-        names = _names(model)
+        names = bayesian_names(model)
         edges = [name for part, name in names.items() if part.on_edges]
         if edges:
             raise ValueError(f"{edges[0]!r} attends along the edges of a graph, which observe() does not support")
@@ -115,15 +115,6 @@ def observe(
     finally:
         if is_plain:
             restore(model)
-
-
-def _names(model: nn.Module) -> dict[BayesianModule, str]:
-    # a converted host has the Bayesian part as a child; users know the host's name
-    names = {part: name for name, _, part in converted_modules(model)}
-    for name, module in model.named_modules():
-        if isinstance(module, BayesianModule):
-            names.setdefault(module, name)
-    return names
 
 
 def _as_mask(name: str, mask: Tensor | None) -> Bool[Tensor, "#b n"] | None:

@@ -108,6 +108,15 @@ def converted_modules(model: nn.Module) -> list[tuple[str, Adapter, BayesianModu
     return found
 
 
+def bayesian_names(model: nn.Module) -> dict[BayesianModule, str]:
+    """Return every Bayesian module with its name; the child of a converted host has the host's, which users know."""
+    names = {part: name for name, _, part in converted_modules(model)}
+    for name, module in model.named_modules():
+        if isinstance(module, BayesianModule):
+            names.setdefault(module, name)
+    return names
+
+
 def find_candidates(model: nn.Module, config: AttentionConfig, callers: Sequence[str] = ()) -> list[Candidate]:
     """Return every attention module that is not Bayesian yet, in the model's order, even if it cannot be converted.
 

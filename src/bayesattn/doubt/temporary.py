@@ -14,7 +14,7 @@ from torch import nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize, restore
-from bayesattn.convert.adapters import converted_modules
+from bayesattn.convert.adapters import bayesian_names
 from bayesattn.convert.hosted import HostedAttention
 from bayesattn.modes import all_modules
 from bayesattn.nn import BayesianModule
@@ -65,12 +65,7 @@ def bayesian(
 
 
 def _stochastic(model: nn.Module) -> dict[BayesianModule, str]:
-    # a converted host has the Bayesian part as a child; users know the host's name
-    names = {part: name for name, _, part in converted_modules(model)}
-    for name, module in model.named_modules():
-        if isinstance(module, BayesianModule):
-            names.setdefault(module, name)
-    found = {part: name for part, name in names.items() if part.config.is_stochastic}
+    found = {part: name for part, name in bayesian_names(model).items() if part.config.is_stochastic}
     if not found:
         weights = [getattr(part, "bayes_weights", None) for part in model.modules()]
         custom = next((part for part in weights if part is not None), None)
