@@ -1,7 +1,6 @@
-"""Triton kernels of the backward pass, which draws the noise again. README.md derives them.
+"""Triton kernels of the backward pass, which redraws the noise. README.md derives them.
 
-Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores,
-noise and log-sum-exps are in units of log 2.
+Conventions are those of `forward_kernels.py`.
 """
 
 import triton
@@ -20,7 +19,8 @@ from bayesattn.ops.common.tiles import (
     saturated,
 )
 
-# COLUMNS: 0, or how Σ_i q_i over the queries of each key comes: as a row for each, or as one for the whole blocks of a block
+# COLUMNS: 0, or how Σ_i q_i over the queries of a key is stored: a row per key (or one for all keys), or a row per block of
+# keys for its whole query blocks
 ROW_FOR_EACH, SUMS_OF_BLOCKS = tl.constexpr(1), tl.constexpr(2)
 
 
@@ -29,7 +29,7 @@ def prepare_kernel(
     OUT, GRAD, DELTA, START_Q, GRAD_Q, M, D, DV, H, stride_gb, stride_gh, stride_gm, stride_sum, scale,
     BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
-    """δ_i = O_i · dO_i, which replaces the row sum of the softmax's backward; with ONE_PASS also what dQ starts from."""
+    """Compute δ_i = O_i · dO_i, the row sum of the softmax's gradient; with ONE_PASS also initialize dQ."""
     block, bh, _blocks = block_and_head(M, BM)  # type: ignore[misc]
     rm, rv = block * BM + tl.arange(0, BM), tl.arange(0, BDV)
     row, head, wide_b = bh.to(tl.int64) * M + rm, bh % H, (bh // H).to(tl.int64)
@@ -49,7 +49,7 @@ def prepare_kernel(
 
 @triton.jit
 def _first_row(batch, head, start, heads, length, step):
-    """Return where row `start` of a head lies in a gradient whose rows are `step` apart: 1, or the number of heads."""
+    """Return the index of row `start` of a head in a gradient with row stride `step`: 1, or the number of heads."""
     return batch * length * heads + head * tl.where(step == 1, length, 1) + start.to(tl.int64) * step
 
 
@@ -61,13 +61,13 @@ def _grad_tile(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DROPOUT: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
     NEAR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the sampled weights of a tile, after dropout, the gradient of its scores, and sums of −dμ over rows.
+    """Return a tile's sampled weights after dropout, the gradient of its scores, and sums of −dμ over rows.
 
-    dΦ = W (c dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂, the last two for the lognormal KL; dμ is their
-    negative; c is dropout's factor.
-    What the column sums T_j = Σ_i Φ_ij of the Weibull KL add, dT_j, is the same for all queries: it enters dQ and dK
-    once, outside the loop, and costs nothing here. Only at the edges of a band, where a tile is part of no whole block,
-    is it added entry by entry (NEAR).
+        dΦ = W (c dO Vᵀ − δ) + W_clean dLSE + dr₁ + 2 (Φ − μ) dr₂        c: dropout factor
+
+    The last two terms belong to the lognormal KL; dμ is their negative. The term of the Weibull KL, dT_j of the column sums
+    T_j = Σ_i Φ_ij, is the same for all queries, so it enters dQ and dK once, outside the loop. Only at the edges of a band,
+    where a tile is not in a whole block, is it added per entry (NEAR).
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if CHECK:
@@ -86,18 +86,18 @@ def _grad_tile(
         grad_scores += fast_exp2(scores - clean_lse[:, None], FAST) * grad_lse[:, None]
     slopes = 0.0
     if MOMENTS:
-        # this late, so that no register holds it while the noise is drawn
-        # 0 times −inf is not a number; a maximum needs no predicate
+        # computed this late so that no register holds it while the noise is drawn
+        # 0 · −inf would be NaN; a maximum needs no predicate
         finite = tl.maximum(scores, -1e20) if CHECK else scores
         slope = grad_first[:, None] + 2.0 * grad_second[:, None] * (finite * LN_2 - mu[None, :])
         if CHECK:
             slope = tl.where(allowed, slope, 0.0)
         grad_scores += slope
         if q.shape[1] <= 64:
-            # in the tensor cores' accumulator a thread has rows r and r + 8: to add these two costs no exchange
+            # a thread holds rows r and r + 8 of the tensor cores' accumulator: adding these two needs no exchange
             slopes = tl.sum(tl.reshape(slope, [BM // 16, 2, 8, BN]), 1)
         else:
-            # there are no registers for that
+            # too few registers left for that
             slopes = tl.sum(slope, 0)[None, None, :]
     if NEAR:
         grad_scores += tl.where(allowed, columns[None, :], 0.0)
@@ -114,7 +114,7 @@ def _query_range(
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     SUM_BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ of one block of queries what the blocks of keys of [low, high) give, moved as `edge_start` says."""
+    """Add the share of the key blocks of [low, high), shifted by `edge_start`, to dQ of a block of queries."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
     for at in tl.range(low, high, BN, num_stages=STAGES or None):  # type: ignore[misc]
         start = edge_start(at, split, gap, SPLIT)
@@ -145,7 +145,7 @@ def grad_query_kernel(
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     SUM_BLOCK: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, over all key blocks."""
+    """Compute dQ of a block of queries, over all key blocks."""
     block, bh, _blocks = block_and_head(M, BM, CAUSAL)  # type: ignore[misc]
     head, batch = bh % H, bh // H
     wide_b, wide_h = batch.to(tl.int64), head.to(tl.int64)
@@ -169,11 +169,11 @@ def grad_query_kernel(
     acc = tl.zeros([BM, BD], tl.float32)
     sum_block = block * BM // SUM_BLOCK
     if COLUMNS == SUMS_OF_BLOCKS:
-        # Σ_j dT_j k_j over the whole blocks of keys that a block of queries has: a row per block, or one for all
+        # Σ_j dT_j k_j over the whole key blocks of a query block: a row per query block, or one for all
         place = bh.to(tl.int64) * stride_sum + (sum_block if CAUSAL else 0)
         acc += tl.load(START_Q + place * D + rd, mask=rd < D, other=0.0)[None, :]
     elif COLUMNS:
-        # the same over all keys of each query; one row (stride 0) where all queries share them
+        # the same over all keys of each query; one row (stride 0) if all queries share it
         rows = tl.where(stride_sum == 0, 1, M)
         acc = load_tile(START_Q + bh.to(tl.int64) * rows * D, rm, stride_sum, rd, M, D, False, EVEN_D)
     begin, easy, rest, end = key_blocks(  # type: ignore[misc]
@@ -213,7 +213,7 @@ def _key_range(
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK, dV and dμ of one block of keys what blocks of queries of [low, high) give, moved as `edge_start` says."""
+    """Add the share of the query blocks of [low, high), shifted by `edge_start`, to dK, dV and dμ of a block of keys."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
     for at in tl.range(low, high, BM, num_stages=STAGES or None):  # type: ignore[misc]
         start = edge_start(at, split, gap, SPLIT)
@@ -240,7 +240,7 @@ def _key_range(
         acc_k = tl.dot(tl.trans(grad_scores), q, acc_k, input_precision=PRECISION)
         if ONE_PASS:
             part = tl.dot(grad_scores, k, input_precision=PRECISION) * scale
-            # counted in 32 bits within a head: in this loop a 64-bit product costs as much as a random number
+            # 32-bit offsets within a head: in this loop a 64-bit product takes as long as drawing a random number
             pointers = GRAD_Q + first_row * D + (rm[:, None] * D + rd[None, :])
             if CHECK or not EVEN_D:
                 tl.atomic_add(pointers, part, mask=inside[:, None] & (rd < D)[None, :], sem="relaxed")
@@ -263,9 +263,9 @@ def grad_key_kernel(
     HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ONE_PASS: tl.constexpr, SUM_BLOCK: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV (and dμ) of one block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
+    """Compute dK, dV (and dμ) of a block of keys, over all query blocks of the heads that share it; with ONE_PASS also dQ.
 
-    ONE_PASS draws the noise once instead of twice, but has to add dQ atomically.
+    ONE_PASS draws the noise once instead of twice, but adds dQ atomically.
     """
     block, program, _blocks = block_and_head(N, BN)  # type: ignore[misc]
     key_heads = H // GROUP
@@ -277,7 +277,7 @@ def grad_key_kernel(
     seed = tl.load(SEED + batch * seed_stride)
     noise_batch = tl.where(seed_stride == 0, batch, 0)
     acc_k, acc_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-    # with moments a second loop only adds spills
+    # with moments, a second loop would only add spills
     is_one_loop: tl.constexpr = CHECK and (HAS_MASK == FULL_MASK or MOMENTS)
     for member in range(0, GROUP):
         head = key_head * GROUP + member
@@ -323,7 +323,7 @@ def grad_key_kernel(
         mask=inside_n & (rv < DV)[None, :],
     )
     if COLUMNS:
-        # dT_j Σ_i q_i over the queries of each key; of whole blocks, a block of keys shares the sum
+        # dT_j Σ_i q_i over the queries of each key; a block of keys shares the sum over its whole query blocks
         for member in range(0, GROUP):
             head_row = wide_b * H + key_head * GROUP + member
             if COLUMNS == SUMS_OF_BLOCKS:

@@ -1,12 +1,12 @@
-"""Sums over the queries of a key and over the keys of a query, inside a kernel, from sums over whole blocks of them.
+"""Sums over the queries of a key, or the keys of a query, inside a kernel, from sums over whole blocks.
 
-Without a mask all keys share one sum. Below the diagonal, or in a window below it, a block of keys shares the sum over the
-blocks of queries that all of its keys have in full; those are added up from one row per block. The rest are the blocks at
-the edges of the band: the one on the diagonal and, with a window, one or two at its far end. Their entries are near: every
-kernel treats them one by one, in tiles that it has to check anyway, and never forms a sum for each query or key.
+Without a causal mask all keys share one sum. Under a causal mask or a window, a block of keys shares the sum over its whole
+query blocks, those that all of its keys have in full; it is added up from one stored row per block. What remains are the
+near blocks at the edges of the band: one on the diagonal and, with a window, one or two at the far end. Kernels treat their
+entries one by one, in tiles that are checked anyway, and never store a sum per query or key.
 
-Blocks have BLOCK (SUM_BLOCK) rows, the same for queries and keys. With a window of w keys, query i has keys i − w + 1 to i.
-Block q of queries has block k of keys in full where 0 < q − k < w // BLOCK.
+Blocks have BLOCK (SUM_BLOCK) rows, for queries and for keys. With a window of w keys, query i has keys i − w + 1 to i, and
+query block q has all of key block k if 0 < q − k < w // BLOCK.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from bayesattn.ops.common.tiles import KEY_MASK, in_band, key_range, load_tile
 
-# block sums that are loaded at once
+# block sums loaded at once
 CHUNK = tl.constexpr(16)
 
 
@@ -40,7 +40,7 @@ def add_numbers(numbers, low, high, stride):
 
 @triton.jit
 def whole_query_blocks(block, blocks, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first and the last but one of the blocks of queries that all keys of a block have in full."""
+    """Return the range [low, high) of query blocks that all keys of a block have in full."""
     low, high = (block + 1 if CAUSAL else 0), blocks
     if WINDOW:
         high = tl.minimum(blocks, block + window // BLOCK)
@@ -49,7 +49,7 @@ def whole_query_blocks(block, blocks, window, BLOCK: tl.constexpr, CAUSAL: tl.co
 
 @triton.jit
 def whole_key_blocks(block, blocks, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first and the last but one of the blocks of keys that all queries of a block have in full."""
+    """Return the range [low, high) of key blocks that all queries of a block have in full."""
     low, high = 0, (tl.minimum(block, blocks) if CAUSAL else blocks)
     if WINDOW:
         low = tl.maximum(0, block + 1 - window // BLOCK)
@@ -58,7 +58,7 @@ def whole_key_blocks(block, blocks, window, BLOCK: tl.constexpr, CAUSAL: tl.cons
 
 @triton.jit
 def is_near(query_block, key_block, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a block of queries has only a part of a block of keys, if it has any."""
+    """Return whether a query block has only part of a key block, if it has any of it."""
     near = query_block == key_block
     if WINDOW:
         near = near | (query_block - key_block >= window // BLOCK)
@@ -71,10 +71,10 @@ def key_blocks(
     BM: tl.constexpr, BN: tl.constexpr, SUM_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return which keys a block of queries has: from begin to end, all of them from easy to rest.
+    """Return (begin, easy, rest, end): keys of a query block are in [begin, end), and all entries of [easy, rest) exist.
 
-    Keys that a mask of keys lacks at either end are skipped. What is known stays a constant (EVEN: N is a multiple of BN):
-    it saves registers in the loops.
+    Masked keys at either end are skipped. Bounds that are known stay constants (EVEN: N is a multiple of BN), which saves
+    registers in the loops.
     """
     begin, easy, end = 0, 0, N
     if CAUSAL:
@@ -105,9 +105,9 @@ def query_blocks(
     BM: tl.constexpr, BN: tl.constexpr, SUM_BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return which queries a block of keys has: from begin to end, all of them, for all of the keys, from easy to rest.
+    """Return (begin, easy, rest, end): queries of a key block are in [begin, end), and all entries of [easy, rest) exist.
 
-    A block without a key has none. EVEN: no band, no mask, and no block is cut off.
+    A block without a key has no queries. EVEN: no band, no mask, and all blocks are full.
     """
     begin, easy, end = 0, 0, M
     rest = M if EVEN else M // BM * BM
@@ -138,7 +138,7 @@ def add_near_products(
     sums, queries, k, start_n, stride_qm, M, D, window, BLOCK: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add Σ_i q_i · k_j over the queries of a block of keys that are not in whole blocks."""
+    """Add Σ_i q_i · k_j over the queries of each key in near blocks."""
     rn, rd = start_n + tl.arange(0, BLOCK), tl.arange(0, BD)
     q = load_tile(queries, rn, stride_qm, rd, M, D, False, False)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -155,7 +155,7 @@ def add_near_products(
 
 @triton.jit
 def add_near_rows(sums, numbers, start_n, M, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """The same of one number per query, for a whole block of keys."""
+    """Add the sum of one number per query over the queries of each key in near blocks."""
     rn = start_n + tl.arange(0, BLOCK)
     rm = start_n + tl.arange(0, BLOCK)
     x = tl.load(numbers + rm, mask=rm < M, other=0.0)

@@ -21,7 +21,7 @@ def _forward_range(
     WINDOW: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the blocks of keys of [low, high), moved as `edge_start` says, into the output and sums of a block of queries."""
+    """Add the key blocks of [low, high), shifted by `edge_start`, to the running output and sums of a query block."""
     rd, rv = tl.arange(0, BD), tl.arange(0, BDV)
     for at in tl.range(low, high, BN, num_stages=STAGES or None):  # type: ignore[misc]
         start = edge_start(at, split, gap, SPLIT)
@@ -38,7 +38,7 @@ def _forward_range(
         if MOMENTS:
             first += tl.sum(deviation, 1)
             second += tl.sum(deviation * deviation, 1)
-        # the maximum is of the clean scores: the noise is bounded, and both sums can share it
+        # both sums share the maximum of the clean scores, because the noise is bounded
         new_top = tl.maximum(top, tl.max(products, 1) * scale)
         pivot = tl.where(new_top == -float("inf"), 0.0, new_top) if CHECK else new_top
         shrink = fast_exp2(top - pivot, FAST)
@@ -49,7 +49,7 @@ def _forward_range(
         if CLEAN:
             clean = clean * shrink + tl.sum(fast_exp2(centered, FAST), 1)
         if DROPOUT:
-            # of the output's weights only: the sum is over all
+            # only the weights of the output: the normalizing sum is over all
             weights *= dropout_tile(seed, rm, start, head, batch, dropped, kept, BM, BN)
         v = load_tile(v_base, rn, stride_vn, rv, N, DV, not CHECK, EVEN_D)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -68,10 +68,10 @@ def forward_kernel(
     HAS_MASK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     SUM_BLOCK: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output, noisy and clean log-sum-exp (and the lognormal KL's moments) of one block of queries.
+    """Compute output, noisy and clean log-sum-exp (and the lognormal KL's moments) of a block of queries.
 
-    With SUMS also the sums of its queries and of its clean log-sum-exps, and the number of its rows that have a key, for
-    every SUM_BLOCK rows.
+    With SUMS, also store per SUM_BLOCK rows: the sums of the queries and of the clean log-sum-exps, and the number of rows
+    with a key.
     """
     block, bh, _blocks = block_and_head(M, BM, CAUSAL)  # type: ignore[misc]
     head, batch = bh % H, bh // H
@@ -90,7 +90,7 @@ def forward_kernel(
     mask = MASK + wide_b * stride_mb + wide_h * stride_mh
     mu = MU + wide_b * stride_ub + wide_h * stride_uh
     seed = tl.load(SEED + batch * seed_stride)
-    # one seed per example: the noise must not depend on where in the batch the example stands
+    # with one seed per example, the noise must not depend on the position in the batch
     noise_batch = tl.where(seed_stride == 0, batch, 0)
     acc = tl.zeros([BM, BDV], tl.float32)
     top = tl.full([BM], -float("inf"), tl.float32)
@@ -121,7 +121,7 @@ def forward_kernel(
     out = acc / tl.where(has_key, total, 1.0)[:, None]
     row = bh.to(tl.int64) * M + rm
     inside = rm < M
-    # queries before heads, as models want it
+    # queries before heads, the order that models need
     first_row = (wide_b * M + block * BM) * H + head
     pointers = OUT + first_row * DV + (tl.arange(0, BM) * (H * DV))[:, None] + rv[None, :]
     tl.store(pointers, out.to(OUT.dtype.element_ty), mask=inside[:, None] & (rv < DV)[None, :])
@@ -145,7 +145,7 @@ def columns_kernel(
     K, QUERY_SUMS, COLUMNS, stride_kb, stride_kh, stride_kn, stride_sum, H, GROUP, N, D, scale,
     BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """T_j = scale · k_j · Σ_i q_i, the column sums of the scores without the scores."""
+    """Compute the column sums T_j = scale · k_j · Σ_i q_i without the scores."""
     block, bh, _blocks = block_and_head(N, BN)  # type: ignore[misc]
     rn, rd = block * BN + tl.arange(0, BN), tl.arange(0, BD)
     batch, key_head = (bh // H).to(tl.int64), ((bh % H) // GROUP).to(tl.int64)

@@ -1,11 +1,10 @@
-"""Triton kernels of the lognormal KL from small matrices (`gram.py`): one pass over queries or keys each way.
+"""Triton kernels of the lognormal KL from small matrices (`gram.py`): forward and backward, one pass over each side.
 
-A side is its rows x_r with one number e_r per row: queries with x_i, or keys with μ_j. Its moments are, per head,
+A side has rows x_r with one number e_r per row: queries with x_i, or keys with μ_j. Its moments per head are
 
     Σ x xᵀ, Σ x, Σ e x, Σ 1, Σ e, Σ e²
 
-The moments of the keys are stored with the factors and in the order that make Σ_ij (Φ_ij − μ_j − x_i)² their product with
-those of the queries, number by number:
+Those of the keys are scaled and ordered so that their dot product with those of the queries is Σ_ij (Φ_ij − μ_j − x_i)²:
 
     s² Σ k kᵀ, −2s Σ μ k, −2s Σ k, Σ μ², 2 Σ μ, Σ 1                  s: scale of the scores
 
@@ -24,7 +23,7 @@ from bayesattn.ops.attention.launch import aligned, blocks_of, padded, rows_firs
 from bayesattn.ops.common.launch import prepared
 from bayesattn.ops.common.tiles import load_rows, load_tile, saturated
 
-# numbers behind the matrix and the two vectors
+# numbers after the matrix and the two vectors
 _SCALARS = 3
 
 
@@ -34,7 +33,7 @@ def moments_kernel(
     H, GROUP, N, D, scale,
     BN: tl.constexpr, BD: tl.constexpr, HAS_MASK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """All moments of one head; rows that the mask leaves out do not count."""
+    """Compute all moments of one head, without masked rows."""
     batch, head = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     rd = tl.arange(0, BD)
     x_base, e_base = X + batch * stride_xb + (head // GROUP) * stride_xh, E + batch * stride_eb + head * stride_eh
@@ -78,7 +77,7 @@ def moments_gradient_kernel(
     stride_rate, H, GROUP, N, D, blocks, scale,
     BN: tl.constexpr, BD: tl.constexpr, HAS_MASK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of rows and of their numbers, from the moments of the other side."""
+    """Compute the gradients of a block of rows and of their numbers from the moments of the other side."""
     block, bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rn, rd = block * BN + tl.arange(0, BN), tl.arange(0, BD)
@@ -92,7 +91,7 @@ def moments_gradient_kernel(
     scalars = other + D * D + 2 * D
     n, e1, e2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     if KEYS:
-        # the other side are queries, without the factors
+        # the other side is queries, whose moments lack the factors
         matrix *= scale * scale
         constant, slope = -2.0 * scale * second, -2.0 * scale * first
         shift, curvature = 2.0 * e1, n
@@ -100,7 +99,7 @@ def moments_gradient_kernel(
         constant, slope = first, second
         shift, curvature = e1, e2
     if x.dtype == tl.bfloat16:
-        # in two parts, since what is added below may cancel most of the product
+        # in two parts, because the terms added below may cancel most of the product
         high = matrix.to(tl.bfloat16)
         low = (matrix - high.to(tl.float32)).to(tl.bfloat16)
         product = tl.dot(x, high) + tl.dot(x, low)
@@ -126,7 +125,7 @@ def moments(
     *,
     of_keys: bool,
 ) -> Float[Tensor, "b h moments"]:
-    """Return the moments of queries or keys; these may share heads."""
+    """Return the moments of queries or keys; query heads may share a key head."""
     x = aligned(x)
     (b, h, n), d = e.shape, x.shape[-1]
     found = x.new_empty((b, h, d * d + 2 * d + _SCALARS), dtype=torch.float32)
@@ -152,7 +151,7 @@ def moments_gradient(
     """Return the gradients of x and e from the other side's moments and the gradient of the sum of squares."""
     x = aligned(x)
     (b, h, n), (heads, d) = e.shape, (x.shape[1], x.shape[-1])
-    # those of query heads with a common key head are added up before they are rounded
+    # gradients of query heads that share a key head are added up before rounding
     grad_x = rows_first(e, n, d, x.dtype if heads == h else torch.float32)
     grad_e = e.new_empty((b, h, n))
     if grad_e.numel():

@@ -5,9 +5,9 @@ The formulas are those of `kl.py`. With T_j = scale · k_j · Σ_i q_i and L_j =
     KL = Σ_j (m_j c_j − α_j P_j) + Σ_i R_i        P_j = T_j,        R_i = β exp(LSE_i)        of raw scores
                                                   P_j = T_j − L_j,  R_i = β                   of their log-softmax
 
-over keys that some query has and rows that have a key. Sums over the queries of a key and the keys of a query come from
-`band_sums.py`. As a chain of torch operations this takes some sixty launches, which cost more than the attention itself
-when sequences are short. Here it is one kernel forward, and the backward pass gets it with what it prepares anyway.
+over keys with a query and rows with a key. `band_sums.py` has the sums over the queries of a key and the keys of a query. As
+a chain of torch operations this takes about sixty launches, longer than the attention itself on short sequences. Here it is
+one kernel forward; backward it is part of the kernel that prepares the gradients anyway.
 """
 
 import triton
@@ -28,7 +28,7 @@ HALF_LOG_TWO_PI = tl.constexpr(0.9189385332046727)
 
 @triton.jit
 def log_gamma_1p(x):
-    """Return ln Γ(1 + x) for x ≥ 0: Stirling's series at x + 5, where it has float32's precision, and back by recurrence."""
+    """Return ln Γ(1 + x) for x ≥ 0: Stirling's series at x + 5, accurate in float32, and the recurrence back."""
     z = x + 5.0
     inverse = 1.0 / z
     square = inverse * inverse
@@ -50,7 +50,7 @@ def digamma_1p(x):
 
 @triton.jit
 def key_term(alpha, log_alpha, slope, constant):
-    """Return c of a key, as `divergences.weibull_gamma_key_term` has it."""
+    """Return c of a key, as in `divergences.weibull_gamma_key_term`."""
     return alpha * slope + log_gamma_1p(alpha) - log_alpha + constant
 
 
@@ -62,7 +62,7 @@ def key_term_slope(alpha, slope):
 
 @triton.jit
 def row_mass(lse, log_beta, log_cap, cap):
-    """Return R = β exp(LSE) of a row, a straight line beyond the cap, as `kl.capped_exp` has it."""
+    """Return R = β exp(LSE) of a row, a straight line above the cap, as in `kl.capped_exp`."""
     x = lse + log_beta
     return tl.where(x < log_cap, tl.exp(tl.minimum(x, log_cap)), cap * (1.0 + x - log_cap))
 
@@ -75,7 +75,7 @@ def row_mass_slope(lse, log_beta, log_cap):
 
 @triton.jit
 def _queries_of(r, M, N, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return how many queries the keys of a block have, valid or not; 0 outside."""
+    """Return the number of queries per key of a block, ignoring the key mask; 0 outside."""
     many = tl.zeros_like(r) + M
     if CAUSAL:
         many = tl.maximum(tl.minimum(M, r + window) - r, 0) if WINDOW else tl.maximum(M - r, 0)
@@ -87,7 +87,7 @@ def _load_keys(
     PRIOR, VALID, r, M, N, window, log_alpha_shift, HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Return ln α, α and the number of queries of a block of keys; for those that count nowhere 0, 0, and never −inf."""
+    """Return ln α, α and the number of queries of a block of keys; unused keys get a finite ln α, α = 0 and no queries."""
     queries = _queries_of(r, M, N, window, CAUSAL, WINDOW)
     if HAS_VALID:
         queries = tl.where(tl.load(VALID + r, mask=r < N, other=0) != 0, queries, 0)
@@ -106,10 +106,10 @@ def weibull_kl_kernel(
     HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     PER: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Share of a block of keys and rows in the KL of one head, divided as asked (PER 0: not, 1: by rows, 2: by entries).
+    """Compute the share of a block of keys and rows in the KL of one head (PER 0: sum, 1: per row, 2: per entry).
 
-    For the backward pass it keeps P_j, the sum over whole blocks of queries, Σ α_j k_j and Σ α_j of its keys, and the
-    KL's weight, by which it was divided. `entries` is the number of entries where no key is masked.
+    For the backward pass, store P_j, the sum over whole query blocks, Σ α_j k_j and Σ α_j of the block's keys, and the KL's
+    weight (1, 1 / rows or 1 / entries of an example). `entries` is the number of entries of a head without masked keys.
     """
     block, bh, blocks = block_and_head(tl.maximum(M, N), BLOCK)  # type: ignore[misc]
     batch, head, row = (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64)
@@ -175,11 +175,11 @@ def weibull_prepare_kernel(
     HAS_PRIOR: tl.constexpr, HAS_VALID: tl.constexpr, RAW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     ONE_PASS: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """What the backward kernels start from: δ_i = O_i · dO_i, the start of dQ, and the gradients of the KL.
+    """Prepare the backward kernels: compute δ_i = O_i · dO_i, the initial values of dQ, and the gradients of the KL.
 
         dT_j = −α_j        dLSE_i = R_i'  or  Σ_j α_j        d ln α_j = α_j (m_j (slope + ψ(1 + α_j)) − P_j) − m_j
 
-    dQ_i starts from scale Σ_j dT_j k_j over the whole blocks of keys of query i: a row per block, or one for all.
+    dQ_i starts at scale Σ_j dT_j k_j over the whole key blocks of query i: a row per block, or one for all.
     """
     block, bh, blocks = block_and_head(tl.maximum(M, N), BLOCK)  # type: ignore[misc]
     batch, head, row = (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64)

@@ -1,12 +1,10 @@
-"""Triton kernels of the squared score gradients: Σ_i dΦ_ij² of every key, with dΦ_ij = P_ij (dO_i · v_j − δ_i).
+"""Triton kernels of the squared score gradients: Σ_i dΦ_ij² per key, with dΦ_ij = P_ij (dO_i · v_j − δ_i).
 
-Two passes, and no m × n array. The first goes over rows: log-sum-exp of the scores and δ_i = O_i · dO_i of each query. The
-second goes over columns: with these two numbers per query, a block of keys needs nothing but the queries, one block after
-another. Where the log-sum-exp is given, the first pass has δ left, and where there are few blocks of keys the second forms δ
-itself, so that one launch is enough.
+There are two passes and no m × n array. The first computes the log-sum-exp of the scores and δ_i = O_i · dO_i per query. The
+second computes the sums of each block of keys from these two numbers, looping over blocks of queries. If the log-sum-exp is
+given, the first pass computes only δ; with few blocks of keys the second computes δ itself, so that one launch is enough.
 
-Conventions: sizes M N D, tiles BM BN BD; `rm`, `rn` are the row (query) and column (key) indices of a tile; scores and
-log-sum-exps are in units of log 2.
+Conventions are those of `forward_kernels.py`.
 """
 
 import triton
@@ -22,7 +20,7 @@ def _score_tile(
     CAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile with cap and bias; −inf where an entry does not exist."""
+    """Return the scores of a tile with cap and bias; −inf where an entry does not exist."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
     if CAPPED:
         # tanh |x| = (1 − e^−2|x|) / (1 + e^−2|x|), which cannot overflow
@@ -49,7 +47,7 @@ def score_rows_kernel(
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """δ of one block of queries and, unless it is GIVEN, the log-sum-exp over all key blocks."""
+    """Compute δ of a block of queries and, unless it is GIVEN, the log-sum-exp over all key blocks."""
     block, bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rm, rd, rv = block * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
@@ -79,7 +77,7 @@ def score_rows_kernel(
         has_key = top > -float("inf")
         # +inf makes every weight of a row without keys 0 in the second pass
         lse = tl.where(has_key, top + tl.log2(tl.where(has_key, total, 1.0)), float("inf"))
-        # a NaN among the scores has to reach the result
+        # a NaN among the scores must reach the result
         tl.store(LSE + row, tl.where(total == total, lse, total), mask=rm < M)
 
 
@@ -94,7 +92,7 @@ def score_columns_kernel(
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, GIVEN: tl.constexpr, HAS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Σ_i dΦ_ij² of one block of keys and one query head, over all query blocks; a GIVEN log-sum-exp is a natural one."""
+    """Compute Σ_i dΦ_ij² of a block of keys and a query head over all query blocks; a GIVEN log-sum-exp is in base e."""
     block, bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rn, rd, rv = block * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
@@ -106,7 +104,7 @@ def score_columns_kernel(
     lse_base = LSE + batch * stride_lb + head * stride_lh
     mask = MASK + batch * stride_mb + head * stride_mh
     bias = BIAS + batch * stride_ab + head * stride_ah
-    # summed over queries at the end: within the loop no thread waits for another
+    # summed over queries after the loop, so that no thread waits for another inside it
     squares = tl.zeros([BM, BN], tl.float32)
     for start in range((block * BN) // BM * BM if CAUSAL else 0, M, BM):
         rm = start + tl.arange(0, BM)
@@ -115,7 +113,7 @@ def score_columns_kernel(
         grad = load_tile(grad_base, rm, stride_gm, rv, M, DV, not CHECK, EVEN_D)
         lse = tl.load(lse_base + rm * stride_lm, mask=inside, other=float("inf"))
         if GIVEN:
-            # as above, +inf for a row without keys, whatever its maker wrote
+            # +inf for a row without keys, as in `score_rows_kernel`, even if −inf was given
             lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
         if HAS_DELTA:
             delta = tl.load(DELTA + bh.to(tl.int64) * M + rm, mask=inside, other=0.0)

@@ -1,6 +1,6 @@
-"""Triton kernel of attention statistics: one pass over the scores of a block of queries, nothing of size m × n written.
+"""Triton kernel of attention statistics: one pass over the scores of a block of queries, without an m × n array.
 
-Conventions as in `forward_kernels.py`: sizes M N D, tiles BM BN BD; scores are in units of log 2.
+Conventions are those of `forward_kernels.py`.
 """
 
 import triton
@@ -19,7 +19,7 @@ def _fold(
     HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, CHECK: tl.constexpr, EVEN_D: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the blocks of keys of [low, high), moved as `edge_start` says, into the running sums of one block of queries."""
+    """Add the key blocks of [low, high), shifted by `edge_start`, to the running sums of a block of queries."""
     rd = tl.arange(0, BD)
     for at in range(low, high, BN):
         start = edge_start(at, split, gap, CHECK)
@@ -46,7 +46,7 @@ def _fold(
         shrink = tl.where(top == -float("inf"), 0.0, fast_exp2(fall, FAST))
         centered = scores - pivot[:, None]
         weights = fast_exp2(centered, FAST)
-        # Σ w (s − top), moved to the new maximum
+        # Σ w (s − top), relative to the new maximum
         finite = tl.where(centered == -float("inf"), 0.0, centered) if CHECK else centered
         weighted = (weighted + total * fall) * shrink + tl.sum(weights * finite, 1)
         total = total * shrink + tl.sum(weights, 1)
@@ -66,7 +66,7 @@ def statistics_kernel(
     HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Entropy, largest weight, share on positions and number of keys of one block of queries."""
+    """Compute entropy, largest weight, share on positions and number of keys of a block of queries."""
     block, bh = tl.program_id(0), tl.program_id(1)
     head, batch = (bh % H).to(tl.int64), (bh // H).to(tl.int64)
     rm = block * BM + tl.arange(0, BM)
@@ -96,7 +96,7 @@ def statistics_kernel(
     )  # fmt: skip
     row, inside, has_key = bh.to(tl.int64) * M + rm, rm < M, total > 0.0
     safe = tl.where(has_key, total, 1.0)
-    # LSE − E[Φ], both measured from the maximum; rounding may leave it a little below 0
+    # LSE − E[Φ], both relative to the maximum; rounding may give a value slightly below 0
     entropy = tl.maximum((tl.log2(safe) - weighted / safe) * LN_2, 0.0)
     tl.store(ENTROPY + row, tl.where(has_key, entropy, 0.0), mask=inside)
     tl.store(LARGEST + row, tl.where(has_key, 1.0 / safe, 0.0), mask=inside)
