@@ -1,10 +1,10 @@
 """Stochastic attention on a CPU, one cache-sized block of rows at a time.
 
-Same mathematics as `reference.py`, written as one autograd function. The backward pass of long sequences recomputes each
-block from query and key and draws its noise again, so nothing of size m × n is kept. Short sequences keep their blocks,
-which are then no larger than query, key, value and output together.
+The mathematics of `reference.py` as one autograd function. For long sequences the backward pass recomputes each block and
+redraws its noise, so nothing of size m × n is kept. For short sequences the blocks are kept: they are then no larger than
+query, key, value and output together.
 
-The function returns the output and the log-sum-exp of the clean scores, which is all that a KL needs beside query and key.
+The function returns the output and the log-sum-exp of the clean scores. Besides query and key, the KL needs nothing else.
 """
 
 import math
@@ -22,7 +22,7 @@ from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.reference import expand_heads
 from bayesattn.ops.once import once_differentiable
 
-# entries of a block; two float32 arrays of this size fit a 2 MiB second-level cache (measured best of 2^16 … 2^22)
+# entries per block; two float32 arrays of this size fit a 2 MiB second-level cache (the fastest of 2^16 … 2^22)
 BLOCK_ENTRIES = 2**18
 
 
@@ -37,7 +37,7 @@ def attention(
     scale: float,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
-    """Return O = W V for one draw from torch's generator, and the KL of each example if `need_kl`."""
+    """Return O = W V for one draw from torch's generator and, if `need_kl`, the KL per example."""
     b, h, m, _ = allowed.shape
     keys, values = expand_heads(key, h), expand_heads(value, h)
     closed, dead = _closed(allowed, query.device)
@@ -50,14 +50,14 @@ def attention(
         rows = lse.view(b, h, m) if need_lse else None
         kl = separable_lognormal_kl(query, key, rows, log_prior, allowed, config, scale)
     elif need_kl:
-        # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
+        # Σ_i Φ_ij = scale · k_j · Σ_i q_i, without the scores
         column_sums = (keys * (allowed.sum_over_queries(query) * scale)).sum(dim=-1).unsqueeze(-2)
         kl = weibull_kl(column_sums, lse.view(b, h, m), log_prior, allowed, config)
     return output.view(b, h, m, value.shape[-1]), kl
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """O, LSE = softmax(Φ + log-noise) V, logsumexp(Φ) with Φ = scale · Q Kᵀ; batch and heads in one axis."""
+    """O, LSE = softmax(Φ + log-noise) V, logsumexp(Φ) with Φ = scale · Q Kᵀ; batch and heads share an axis."""
 
     @staticmethod
     def forward(ctx, query, key, value, closed, dead, config, scale, seed, need_lse, keeps):
@@ -93,7 +93,7 @@ class _BlockedAttention(torch.autograd.Function):
             blocks = _blocks(query, key, closed, dead, *ctx.options)
         for at, scores, weights in blocks:
             heads, rows = at
-            # the first rows overwrite what the memory held
+            # the first rows overwrite uninitialized memory
             beta = 0.0 if rows.start == 0 else 1.0
             grad_value[heads].baddbmm_(weights.transpose(1, 2), grad_output[at], beta=beta)
             grad_scores = torch.bmm(grad_output[at], value[heads].transpose(1, 2)).sub_(delta[at]).mul_(weights)
@@ -106,13 +106,13 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _may_keep(query: Tensor, key: Tensor, value: Tensor, num_arrays: int) -> bool:
-    """Whether so many arrays of m × n are no larger than query, key, value and output, which are kept anyway."""
+    """Return whether `num_arrays` m × n arrays are no larger than query, key, value and output, which are kept anyway."""
     m, n = query.shape[-2], key.shape[-2]
     return num_arrays * m * n <= (m + n) * (query.shape[-1] + value.shape[-1])
 
 
 def _closed(allowed: Allowed, device: torch.device) -> tuple[Bool[Tensor, "bh #m n"] | None, Bool[Tensor, "bh #m 1"] | None]:
-    """Return the entries that do not exist, and the rows in which none exists; None where there are none."""
+    """Return masks of the entries that do not exist and of the rows without any entry, each None if not needed."""
     b, h, _, n = allowed.shape
     mask = allowed.dense(device)
     if mask is None:
@@ -125,9 +125,9 @@ def _closed(allowed: Allowed, device: torch.device) -> tuple[Bool[Tensor, "bh #m
 def _blocks(
     query: Tensor, key: Tensor, closed: Tensor | None, dead: Tensor | None, config: AttentionConfig, scale: float, seed: int
 ) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
-    """Yield (heads and rows, clean scores, sampled weights) of every block, the same in forward and backward.
+    """Yield (heads and rows, clean scores, sampled weights) per block, the same in forward and backward.
 
-    Entries that do not exist have the score −inf, which noise does not change, and so the weight 0.
+    Entries that do not exist have the score −inf, which noise does not change, so their weight is 0.
     """
     generator = torch.Generator().manual_seed(seed)
     for at in _places(query, key):
@@ -142,7 +142,7 @@ def _blocks(
 
 
 def _places(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield heads and rows of every block."""
+    """Yield the heads and rows of each block."""
     (heads, m, _), n = query.shape, key.shape[1]
     rows = max(1, min(m, BLOCK_ENTRIES // max(n, 1)))
     step = max(1, BLOCK_ENTRIES // max(rows * n, 1)) if rows == m else 1

@@ -1,14 +1,14 @@
-"""The lognormal KL of a whole call from two small matrices, without its m × n scores.
+"""The lognormal KL of a whole call from two small matrices, without the m × n scores.
 
-The KL needs S = Σ_ij (Φ_ij − μ_j − x_i)² with Φ_ij = scale · q_i · k_j. With two features more,
+The KL needs S = Σ_ij (Φ_ij − μ_j − x_i)² with Φ_ij = scale · q_i · k_j. With two additional features,
 
     q̃_i = (q_i, −x_i / scale, −1 / scale)      k̃_j = (k_j, 1, μ_j)      Φ_ij − μ_j − x_i = scale · q̃_i · k̃_j
 
-and the sum of the squares is a product of sums:
+and the sum of squares is a product of two sums:
 
     S = scale² Σ_ij q̃_iᵀ k̃_j k̃_jᵀ q̃_i = scale² ⟨Σ_i q̃_i q̃_iᵀ, Σ_j k̃_j k̃_jᵀ⟩
 
-That is O((m + n) d²) instead of O(m n d), for masks that depend on the keys alone: k̃_j = 0 where a key does not exist. The
+This takes O((m + n) d²) instead of O(m n d). The mask must depend only on the keys: k̃_j = 0 for a masked key. The
 gradients are dS/dq̃_i = 2 scale² (Σ_j k̃_j k̃_jᵀ) q̃_i, and the same with queries and keys exchanged.
 """
 
@@ -25,12 +25,12 @@ from bayesattn.ops.attention.reference import expand_heads
 from bayesattn.ops.once import once_differentiable
 from bayesattn.precision import saturate, upcast, without_autocast
 
-# features of a head up to which a d × d matrix of float32 fits into the registers of a kernel's program
+# largest head dimension d whose d × d float32 matrix fits into the registers of a program
 WIDEST_OF_KERNELS = 128
 
 
 def is_separable(allowed: Allowed) -> bool:
-    """Whether all queries have the same keys, in every head."""
+    """Return whether all queries of all heads have the same keys."""
     mask = allowed.mask
     return not allowed.is_causal and (mask is None or mask.shape[1] == mask.shape[2] == 1)
 
@@ -46,9 +46,9 @@ def separable_lognormal_kl(
     *,
     by_kernels: bool = False,
 ) -> Float[Tensor, " b"]:
-    """Return the lognormal KL of each example from queries, keys and, where Φ is the log-softmax, LSE of each row.
+    """Return the lognormal KL per example from queries, keys and, if Φ is the log-softmax, the LSE per row.
 
-    With `by_kernels`, Triton sums (`gram_kernels.py`) where its registers can hold the matrices.
+    With `by_kernels`, heads up to `WIDEST_OF_KERNELS` use the Triton kernels of `gram_kernels.py`.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     location, shift = lognormal_location(log_prior, allowed, config), 0.5 * config.sigma_q**2
@@ -69,16 +69,16 @@ def sum_of_squares(
     *,
     by_kernels: bool = False,
 ) -> Float[Tensor, " b"]:
-    """Return Σ_ij (scale · q_i · k_j − μ_j − x_i)² of each example, over the keys that exist; in float32 or better.
+    """Return Σ_ij (scale · q_i · k_j − μ_j − x_i)² per example over the keys that exist, in float32 or wider.
 
     Args:
         query: Queries.
-        key: Keys; their heads may be shared by groups of query heads.
+        key: Keys; groups of query heads may share a head.
         location: μ_j.
         shift: x_i.
-        allowed: Which entries exist; `is_separable`.
+        allowed: Entries that exist; must be `is_separable`.
         scale: Factor of the dot product.
-        by_kernels: Whether Triton may compute it.
+        by_kernels: Whether Triton kernels may be used.
     """
     b, h, m, n = allowed.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -93,7 +93,7 @@ def sum_of_squares(
 
 
 class _SumOfSquares(torch.autograd.Function):
-    """Queries, keys, μ and x to S; q̃ and k̃ are formed again for the backward pass, so only small matrices are kept."""
+    """Autograd node of S; backward forms q̃ and k̃ again, so only inputs and the small matrices are kept."""
 
     @staticmethod
     def forward(
@@ -144,7 +144,7 @@ class _SumOfSquares(torch.autograd.Function):
 def _extended(
     query: Tensor, key: Tensor, location: Tensor, shift: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Float[Tensor, "b h m d_2"], Float[Tensor, "b h n d_2"]]:
-    """Return q̃ and k̃, in the dtype of location and shift."""
+    """Return q̃ and k̃ in the dtype of location and shift."""
     ones = location.new_ones((1, 1, 1, 1))
     key = expand_heads(key, query.shape[1])
     long_query = torch.cat([query, (shift / -scale).unsqueeze(-1), (ones / -scale).expand(*query.shape[:-1], 1)], dim=-1)
@@ -158,5 +158,5 @@ def _gram(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h d d"]:
 
 
 def _product(first: Float[Tensor, "b h d d"], second: Float[Tensor, "b h d d"], scale: float) -> Float[Tensor, " b"]:
-    """Return S from both matrices."""
+    """Return S from the two matrices."""
     return scale**2 * (first * second).flatten(1).sum(dim=1)

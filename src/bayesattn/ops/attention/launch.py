@@ -1,4 +1,4 @@
-"""How the kernels are launched: tile sizes, switches and strides, computed once per layout of the inputs."""
+"""Launches of the kernels: tile sizes, switches and strides, computed once per layout of the inputs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -25,16 +25,16 @@ BLOCKS = {
     ("score_columns", 64): (64, 128, 8, 3),
     ("score_columns", 128): (64, 128, 4, 3),
 }
-# the same for the tiles at the edges of a band, of which there are few; 0 is as many stages as elsewhere
+# pipeline stages of the loop over edge tiles, of which there are few; 0 is as many as elsewhere
 EDGE_STAGES = {"forward": 1, "grad_query": 1, "grad_key": 0}
-# registers per thread where the compiler takes a few more than let one more block share a multiprocessor
+# cap on registers per thread, where a few fewer let one more block share a multiprocessor
 MOST_REGISTERS = {("forward", 64): 128}
-# numbers between the beginnings of two rows: where it is no multiple of this, Triton 3.6 reads keys number by number, and in
-# half precision the loop over tiles off the edges then gave wrong outputs on an H200
+# row strides are multiples of this: otherwise Triton 3.6 reads keys number by number, and in half precision the loop over
+# tiles away from the edges then gave wrong outputs on an H200
 ROW_MULTIPLE = 16
-# rows of queries or keys that are added up together; at most the rows and columns of every backward tile
+# rows of queries or keys per block sum: it divides the rows of forward tiles, and backward tiles lie within one block
 SUM_BLOCK = 64
-# enough for the lengths of a data set
+# cached launches: enough for the lengths of a data set
 MOST_LAUNCHES = 4096
 
 
@@ -48,12 +48,12 @@ def blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def one_pass(head_dim: int) -> bool:
-    """Whether the backward pass adds dQ atomically: it draws the noise once, at the cost of the atomics."""
+    """Return whether the backward pass adds dQ atomically, which saves drawing the noise twice."""
     return head_dim <= 64 and not torch.are_deterministic_algorithms_enabled()
 
 
 class Layout(NamedTuple):
-    """The properties of a tensor that decide how kernels read it."""
+    """The properties of a tensor that determine how kernels read it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -61,16 +61,16 @@ class Layout(NamedTuple):
 
 
 def layout(x: Tensor | None) -> Any:
-    """Return the layout of a tensor, None for None (typed loosely: which of the two it is, the caller knows)."""
+    """Return the layout of a tensor, or None for None (typed as Any, so that callers need no check)."""
     return None if x is None else Layout(x.shape, x.stride(), x.dtype)
 
 
 class Band(NamedTuple):
-    """Which keys a query may attend to by their positions.
+    """Which keys a query may attend to by position.
 
-    Args:
-        is_causal: Query i has keys up to i.
-        window: And of those only the last `window`; None is all.
+    Attributes:
+        is_causal: Whether query i has only keys up to i.
+        window: If given, only the last `window` of these keys.
     """
 
     is_causal: bool
@@ -78,17 +78,17 @@ class Band(NamedTuple):
 
     @property
     def switches(self) -> dict[str, bool]:
-        """The switches that kernels are compiled with."""
+        """Compile-time switches of the kernels."""
         return {"CAUSAL": self.is_causal, "WINDOW": self.window is not None}
 
 
 class Noise(NamedTuple):
     """What is drawn.
 
-    Args:
-        weibull: Family.
-        strength: Of the noise, in units of log 2 for the lognormal.
-        dropout: On the weights of the output.
+    Attributes:
+        weibull: Whether the family is Weibull; otherwise lognormal.
+        strength: 1 / k, or σ_q in units of log 2.
+        dropout: Dropout probability of the weights of the output.
         per_example: Whether every example has its own seed.
     """
 
@@ -113,19 +113,8 @@ def forward_launch(
 ) -> Launch:
     """Return the launch that fills output, noisy LSE and, if needed, clean LSE, two moments and two kinds of sums.
 
-    Its pointers are query, key, value, those of `optional_pointers`, and the seven outputs.
-
-    Args:
-        query: Layout of the queries.
-        key: Of the keys.
-        value: Of the values.
-        mask: Of the mask, if there is one.
-        mu: Of the location of the lognormal prior, for the moments.
-        noise: What is drawn.
-        scale: Of the scores.
-        band: Which keys a query may attend to by position.
-        need_clean: Whether the clean LSE is needed.
-        need_sums: Whether the sums of queries and clean LSEs over blocks of rows are, too.
+    Its pointers are query, key, value, `optional_pointers` and these seven outputs. The moments need `mu`, the
+    location of the lognormal prior; the sums are block sums of queries and of clean LSEs.
     """
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {
@@ -164,22 +153,10 @@ def gradient_launches(
 ) -> tuple[Launch, Launch | None]:
     """Return the launches that fill the gradients of key, value and μ, and of the query; in one pass, the first does both.
 
-    Args:
-        query: As for `forward_launch`, like all that is not named here.
-        key: As above.
-        value: As above.
-        mask: As above.
-        mu: As above.
-        grad: Layout of dO.
-        rows: Distances of two rows of Σ_i q_i, behind the column sums, and of Σ_j dT_j k_j; or how many sums over blocks
-            of either a head has.
-        noise: As above.
-        scale: As above.
-        band: As above.
-        need_clean: Whether there is a dLSE.
-        columns: Whether there is a dT_j, and how Σ_i q_i comes (`backward_kernels.ROW_FOR_EACH`, …).
-        in_one_pass: See `one_pass`.
-        steps: `row_steps` of the gradients of query, key and value.
+    `grad` is the layout of dO, `need_clean` is whether there is a dLSE, and `steps` are the `row_steps` of the gradients of
+    query, key and value. `columns` is 0 without dT_j, else how Σ_i q_i is stored (`backward_kernels.ROW_FOR_EACH`, …).
+    For Σ_i q_i and Σ_j dT_j k_j, `rows` has the stride between rows (0 for one shared row) or the number of block sums per
+    head. The other arguments are those of `forward_launch`.
     """
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {
@@ -209,7 +186,7 @@ def gradient_launches(
 
 
 def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | None, **switches: int) -> dict:
-    """Return what a kernel is compiled for: tile sizes, padded head dimensions, switches and precision."""
+    """Return the compile-time constants of a kernel: tile sizes, padded head dimensions, switches and precision."""
     sizes = (query.shape[-1], value.shape[-1])
     bd, bdv = map(padded, sizes)
     has_mask = 0 if mask is None else (KEY_MASK if mask.shape[2] == 1 else FULL_MASK).value
@@ -227,7 +204,7 @@ def kernel_constants(kernel: str, query: Layout, value: Layout, mask: Layout | N
 
 
 def _in_bands(kernel: str, constants: dict) -> dict:
-    """Return constants with those of loops over the whole and over the edge tiles of a band, and a cap on registers."""
+    """Add `SUM_BLOCK`, `EDGE_STAGES` and, where it helps, a cap on registers to the constants."""
     widest, is_full = max(constants["BD"], constants["BDV"]), constants["HAS_MASK"] == FULL_MASK.value
     is_half = constants["PRECISION"] != "ieee" and widest <= 128
     # moments, dropout and a mask of single entries need more registers: a cap would only make them spill
@@ -239,19 +216,19 @@ def _in_bands(kernel: str, constants: dict) -> dict:
 
 
 def padded(size: int) -> int:
-    """Return the tile size of a head dimension: a power of two that tensor cores can take."""
+    """Return the tile size of a head dimension: a power of two, at least 16 for the tensor cores."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def whole_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with zeros behind their features, so that these are a multiple of `ROW_MULTIPLE`."""
+    """Pad the features of all tensors with zeros to a multiple of `ROW_MULTIPLE`."""
     if not any(x.shape[-1] % ROW_MULTIPLE for x in tensors):
         return tensors
     return tuple(F.pad(x, (0, -x.shape[-1] % ROW_MULTIPLE)) for x in tensors)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x with contiguous rows that start at sixteen bytes and `ROW_MULTIPLE`; a copy is as contiguous as x was."""
+    """Return x, or a copy whose rows are contiguous and start at multiples of sixteen bytes and of `ROW_MULTIPLE`."""
     return x if x.data_ptr() & 15 == 0 and _has_aligned_rows(x.stride()) else gradient_of(x).copy_(x)
 
 
@@ -261,19 +238,19 @@ def _has_aligned_rows(strides: tuple[int, ...]) -> bool:
 
 
 def blocks_of(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
+    """Return the number of blocks that cover a length."""
     return -(-length // block)
 
 
 def grid_of(length: int, block: int, heads: int) -> tuple[int]:
-    """Return the grid of a kernel with a program for every block of every head; see `tiles.block_and_head`."""
+    """Return the grid with one program per block and head; see `tiles.block_and_head`."""
     return (blocks_of(length, block) * heads,)
 
 
 def rows_first(x: Tensor, length: int, features: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return new memory of shape (b, h, length, features) beside x, in which queries or keys come before heads.
+    """Return new memory of shape (b, h, length, features), stored with queries or keys before heads.
 
-    Models split heads off the last axis. So outputs and gradients in this order need no copy on their way back.
+    Models split heads off the last axis, so outputs and gradients in this order are merged back without a copy.
     """
     b, h = x.shape[:2]
     strides = (length * h * features, features, h * features, 1)
@@ -281,28 +258,28 @@ def rows_first(x: Tensor, length: int, features: int, dtype: torch.dtype | None 
 
 
 def queries_first(out: Tensor) -> Tensor:
-    """Return an output in the order of `rows_first`; a copy only where a compiler has changed it."""
+    """Return an output in the order of `rows_first`, copied only if a compiler has changed the order."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def gradient_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return new memory for the gradient of x in the order of its axes: of another, autograd makes a copy for a leaf."""
+    """Return new memory, contiguous if x is, else `rows_first`: autograd copies a leaf's gradient that has another order."""
     return x.new_empty(x.shape, dtype=dtype) if x.is_contiguous() else rows_first(x, x.shape[2], x.shape[3], dtype)
 
 
 def row_steps(*gradients: Tensor) -> tuple[int, ...]:
-    """Return the distances between rows of gradients, in rows: 1, or as many as there are heads."""
+    """Return the row strides of gradients, counted in rows: 1, or the number of heads."""
     return tuple(x.stride(2) // x.shape[3] for x in gradients)
 
 
 def new_grad_query(query: Tensor, in_one_pass: bool) -> Tensor:
-    """Return memory for dQ: for atomics it is float32 and head by head, so that the offsets within a head fit 32 bits."""
+    """Return memory for dQ; for atomics it is float32 and heads first, so that offsets within a head fit 32 bits."""
     b, h, m, d = query.shape
     return query.new_empty((b, h, m, d), dtype=torch.float32) if in_one_pass else gradient_of(query)
 
 
 def finished(grad_query: Tensor, query: Tensor) -> Tensor:
-    """Return dQ in the type of the query; where that takes a copy, also in its order."""
+    """Return dQ in the dtype of the query; a cast also restores the query's memory order."""
     if grad_query.dtype == query.dtype:
         return grad_query
     wide = saturate(grad_query, query.dtype) if query.dtype == torch.float16 else grad_query
@@ -310,27 +287,27 @@ def finished(grad_query: Tensor, query: Tensor) -> Tensor:
 
 
 def like_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors with shapes, types and strides of the gradients, for compilers."""
+    """Return tensors with the shapes, dtypes and strides of the gradients, for torch.compile."""
     grad_query = new_grad_query(query, one_pass(max(query.shape[-1], value.shape[-1])))
     return finished(grad_query, query), gradient_of(key), gradient_of(value)
 
 
 def row_stride(x: Tensor | None) -> int:
-    """Return the stride between rows, or 0 where one row stands for all."""
+    """Return the stride between rows, or 0 if one row serves all or x is absent."""
     return 0 if x is None or x.ndim < 4 or x.shape[2] == 1 else x.shape[3]
 
 
 def optional_pointers(mask: Tensor | None, mu: Tensor | None, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pointers of mask, μ and seed; kernels offset each before they check the switches, so none may be absent."""
+    """Return mask, μ and seed, the seed in place of absent ones: kernels offset pointers before they check switches."""
     return seed if mask is None else mask, seed if mu is None else mu, seed
 
 
 def _optional_strides(mask: Layout | None, mu: Layout | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Return the strides of mask (b, h, m, n) and μ (b, h); 0 where they broadcast or are absent."""
+    """Return the strides of mask (b, h, m, n) and μ (b, h); 0 where they are broadcast or absent."""
     found = (0, 0, 0, 0) if mask is None else expanded_strides(mask, shape)
     return (*found, *((0, 0) if mu is None else expanded_strides(mu, shape)[:2]))
 
 
 def expanded_strides(x: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor that is expanded to a shape: 0 where it is broadcast."""
+    """Return the strides of a tensor expanded to a shape: 0 where it is broadcast."""
     return tuple(stride if size == full else 0 for size, stride, full in zip(x.shape, x.strides, shape, strict=True))

@@ -1,4 +1,7 @@
-"""Which entries of the m × n scores exist, and sums over them; a row without keys gives 0 and gradient 0, never NaN."""
+"""Masks of the m × n scores and sums over the entries that exist.
+
+A row without keys gives 0 and gradient 0, never NaN.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,23 +13,23 @@ from torch import Tensor
 
 Mask = Bool[Tensor, "*#bh #m n"] | None
 
-# e^-80 is 2e-35: beside any other key of its row such a weight vanishes in float32. Libraries mask with −inf, with the
-# smallest number of the dtype, with −1e4, −1e9, or (Swin) with −100 plus a small learned bias
+# a bias up to −80 is a mask: e^-80 is 2e-35, so next to any other key of the row the weight vanishes in float32. Libraries
+# mask with −inf, the lowest number of the dtype, −1e4, −1e9 or (Swin) −100 plus a small learned bias
 FORBIDDEN = -80.0
 
 
 def split_bias(bias: Float[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."]]:
-    """Return (where a query may attend, what is added there) from numbers that are added to the scores.
+    """Split an additive bias into (mask of the entries that exist, their bias).
 
-    An entry of `FORBIDDEN` or less does not exist, so weights and KL do not depend on the value used for "minus infinity".
-    NaN stays: it has to reach the output.
+    Entries up to `FORBIDDEN` do not exist, so results do not depend on the value that stands for −inf. NaN must reach the
+    output and is kept.
     """
     forbidden = bias <= FORBIDDEN
     return ~forbidden, bias.masked_fill(forbidden, 0.0)
 
 
 def masked_softmax(scores: Float[Tensor, "*bh m n"], mask: Mask) -> Float[Tensor, "*bh m n"]:
-    """Return softmax over the allowed keys; rows without any are 0."""
+    """Return the softmax over the allowed keys; rows without any are 0."""
     if mask is None:
         return torch.softmax(scores, dim=-1)
     has_key = mask.any(dim=-1, keepdim=True)
@@ -44,22 +47,22 @@ def masked_logsumexp(scores: Float[Tensor, "*bh m n"], mask: Mask) -> Float[Tens
 
 
 def _close(scores: Tensor, mask: Tensor, has_key: Tensor) -> Tensor:
-    # rows without a key are filled with 0 rather than −inf, so that no NaN arises
+    # rows without a key are filled with 0, not −inf, which would give NaN
     shut = torch.zeros((), dtype=scores.dtype, device=scores.device).masked_fill(has_key, -math.inf)
     return torch.where(mask, scores, shut)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The entries (i, j) that exist: a boolean mask, the causal triangle j ≤ i, a window of it, both, or everything.
+    """The entries (i, j) that exist under a boolean mask, the causal triangle j ≤ i, and a window of the triangle.
 
-    A pure triangle is never materialized: its sums are cumulative sums.
+    A triangle without mask and window is never materialized: its sums are cumulative sums.
 
     Attributes:
-        mask: True where a query may attend, or None.
-        is_causal: Whether j ≤ i is required as well.
+        mask: True where a query may attend; None allows every entry.
+        is_causal: Whether j ≤ i is also required.
         shape: (b, h, m, n) of the scores.
-        window: Whether j > i − window is required as well; only with `is_causal`.
+        window: If given, j > i − window is also required; only with `is_causal`.
     """
 
     mask: Bool[Tensor, "#b #h #m n"] | None
@@ -72,7 +75,7 @@ class Allowed:
         return self.is_causal and self.mask is None and self.window is None
 
     def dense(self, device: torch.device) -> Bool[Tensor, "#b #h #m n"] | None:
-        """Return the entries as one mask, or None if all exist."""
+        """Return one mask of the entries, or None if all exist."""
         if not self.is_causal:
             return self.mask
         causal = torch.ones(self.shape[-2:], dtype=torch.bool, device=device).tril()[None, None]
@@ -90,9 +93,9 @@ class Allowed:
         return x.sum(dim=-1) if mask is None else (x * mask).sum(dim=-1)
 
     def sum_over_queries(self, x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h #n d"]:
-        """Return Σ_i x_i over the queries of each key, in float32 or better; one row where all keys share it.
+        """Return Σ_i x_i over the queries of each key, in float32 or wider; one row if all keys share the sum.
 
-        Keys that no query may attend to share it too, but their sum has no meaning.
+        The sum is meaningless for keys that no query may attend to.
         """
         m, n = self.shape[-2:]
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -105,7 +108,7 @@ class Allowed:
         return mask.to(dtype).transpose(-2, -1) @ x.to(dtype)
 
     def weighted_keys(self, weight: Float[Tensor, "b h 1 n"], key: Float[Tensor, "b hk n d"]) -> Float[Tensor, "b h #m d"]:
-        """Return Σ_j weight_j k_j over the keys of each query, in float32; one row where all queries share it."""
+        """Return Σ_j weight_j k_j over the keys of each query, in float32; one row if all queries share the sum."""
         (b, h, m, n), key_heads = self.shape, key.shape[1]
         if self._is_triangle:
             sums = (weight.transpose(-2, -1) * key.repeat_interleave(h // key_heads, dim=1)).cumsum(dim=-2)
@@ -117,14 +120,14 @@ class Allowed:
         mask = self.dense(key.device)
         if mask is not None:
             weight = weight * mask
-        # the query heads of a key head side by side: one product with the keys as they are stored, unless the sum over
-        # keys could leave their range
+        # one product with the stored keys, with the query heads of a key head side by side; float16 is widened, because
+        # the sum over keys could overflow
         key = key.to(torch.float32) if key.dtype == torch.float16 else key
         grouped = weight.reshape(b, key_heads, -1, n).to(key.dtype)
         return (grouped @ key).reshape(b, h, -1, key.shape[-1]).to(torch.float32)
 
     def queries_per_key(self, like: Tensor) -> Float[Tensor, "#b #h 1 n"] | int:
-        """Return how many queries may attend to each key."""
+        """Return the number of queries that may attend to each key."""
         m, n = self.shape[-2:]
         if self._is_triangle:
             return (m - torch.arange(n, dtype=like.dtype, device=like.device)).clamp(min=0.0).view(1, 1, 1, n)
@@ -132,7 +135,7 @@ class Allowed:
         return m if mask is None else mask.sum(dim=-2, keepdim=True, dtype=like.dtype) * (m // max(mask.shape[-2], 1))
 
     def has_key(self, device: torch.device) -> Bool[Tensor, "#b #h #m"] | None:
-        """Return which queries have a key at all; None if all do (without a window, every causal row has key 0)."""
+        """Return which queries have a key, or None if all do (without a window, every causal row has key 0)."""
         m, n = self.shape[-2:]
         if self.mask is None:
             last = None if self.window is None else n + self.window - 1
@@ -141,7 +144,7 @@ class Allowed:
         return None if mask is None else mask.any(dim=-1)
 
     def has_query(self, device: torch.device) -> Bool[Tensor, "#b #h 1 n"] | None:
-        """Return which keys some query may attend to; None if all."""
+        """Return which keys have a query, or None if all do."""
         m, n = self.shape[-2:]
         if self.is_causal and self.mask is None and n > m:
             return (torch.arange(n, device=device) < m).view(1, 1, 1, n)
@@ -149,7 +152,7 @@ class Allowed:
         return None if mask is None else mask.any(dim=-2, keepdim=True)
 
     def count(self, per_entry: bool) -> Float[Tensor, " #b"] | int:
-        """Return the number of entries, or of rows that have one, per example, at least 1."""
+        """Return the number of entries (`per_entry`) or of rows with an entry, per example and at least 1."""
         _, h, m, n = self.shape
         if self.mask is None:
             rows = m if self.window is None else min(m, n + self.window - 1)
@@ -157,16 +160,16 @@ class Allowed:
         mask = self.dense(self.mask.device)
         assert mask is not None
         valid = mask if per_entry else mask.any(dim=-1)
-        # a mask that is broadcast over heads or queries counts once for each
+        # a mask that is broadcast over heads or queries counts once per head or query
         copies = (h * m * (n if per_entry else 1)) // max(math.prod(valid.shape[1:]), 1)
         return (valid.flatten(1).sum(dim=-1) * copies).clamp(min=1).to(torch.float32)
 
 
 def num_entries(m: int, n: int, is_causal: bool, window: int | None) -> int:
-    """Return how many entries m queries and n keys have without a mask; arguments as for `Allowed`."""
+    """Return the number of entries of m queries and n keys without a mask; arguments as in `Allowed`."""
     if not is_causal:
         return m * n
-    # what lies before the window is a smaller triangle
+    # the entries before the window form a smaller triangle
     return _triangle(m, n) - (0 if window is None else _triangle(max(m - window, 0), n))
 
 
@@ -176,18 +179,19 @@ def _triangle(m: int, n: int) -> int:
 
 
 def look_once(x: Tensor, name: str, question: Callable[[Tensor], Tensor]) -> bool | None:
-    """Return a boolean computed from a tensor's values, which is computed once for each version of the tensor.
+    """Return a boolean computed from a tensor's values, once per version of the tensor.
 
-    On a GPU the host has to wait for it. None where it cannot wait: inside a compiler, CUDA-graph capture, or `vmap`.
+    On a GPU the host waits for it. It is None where the host cannot wait: in a compiler, `vmap` or (if not yet cached)
+    CUDA-graph capture.
 
     Args:
-        x: The tensor; the result is stored on it.
-        name: Of the attribute that stores it.
-        question: Returns one boolean.
+        x: The tensor; the result is cached on it.
+        name: Name of the attribute that caches the result.
+        question: Computes the boolean from the tensor.
     """
     if torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
         return None
-    # tensors of inference mode have no version, and cannot change outside of it
+    # inference tensors have no version, and cannot change outside inference mode
     now = -1 if x.is_inference() else x._version
     version, answer = getattr(x, name, (None, None))
     if version == now:

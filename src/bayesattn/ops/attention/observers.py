@@ -1,4 +1,4 @@
-"""The scope in which attention modules report statistics of their deterministic attention; `bayesattn.observe` opens it."""
+"""The scope that collects statistics of deterministic attention from attention modules; `bayesattn.observe` opens it."""
 
 import threading
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ class Call:
     """One attention call.
 
     Attributes:
-        module: The module that made it.
-        rows: Statistics of every query.
-        examples: Size of the model's batch, where it is known; an example may be several entries (windows).
+        module: Module that made the call.
+        rows: Statistics per query.
+        examples: Batch size of the model, if known; an example may fill several entries of the call's batch (windows).
     """
 
     module: nn.Module
@@ -32,11 +32,11 @@ class Call:
 
 @dataclass(eq=False)
 class CallScope:
-    """The calls of one scope, in order.
+    """The calls of one scope.
 
     Attributes:
-        positions: Keys whose share of the weight is wanted.
-        calls: The calls so far.
+        positions: Keys whose share of the weight is computed.
+        calls: The calls so far, in order.
     """
 
     positions: Bool[Tensor, "#b n"] | None = None
@@ -45,7 +45,7 @@ class CallScope:
 
 @contextmanager
 def observed_calls(positions: Bool[Tensor, "#b n"] | None = None) -> Iterator[CallScope]:
-    """Open a scope for the attention calls of this thread. Scopes do not nest."""
+    """Open a scope for the attention calls of this thread; scopes do not nest."""
     if getattr(_local, "scope", None) is not None:
         raise RuntimeError("observe() cannot be nested. Close the outer scope first")
     _local.scope = scope = CallScope(positions)
@@ -56,7 +56,7 @@ def observed_calls(positions: Bool[Tensor, "#b n"] | None = None) -> Iterator[Ca
 
 
 def is_open() -> bool:
-    """Whether this thread is inside a scope, and in a forward pass that is not a recomputation."""
+    """Return whether this thread is inside a scope and is not recomputing a forward pass during backward."""
     if getattr(_local, "scope", None) is None:
         return False
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
@@ -73,7 +73,7 @@ def note_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Add a dot-product attention call to the open scope; arguments as for `row_statistics`."""
+    """Add a dot-product attention call to the open scope; arguments as in `row_statistics`."""
     if bias is not None:
         visible, bias = split_bias(bias)
         mask = visible if mask is None else mask & visible
@@ -83,7 +83,7 @@ def note_attention(
 
 
 def note_scores(module: nn.Module, scores: Float[Tensor, "*bh m n"], mask: Bool[Tensor, "..."] | None) -> None:
-    """Add a call with given scores to the open scope; axes as for `functional.attention_weights`."""
+    """Add a call with given scores to the open scope; axes as in `functional.attention_weights`."""
     shape = scores.shape
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
     if mask is not None and mask.ndim == 3 and len(shape) == 3:

@@ -1,7 +1,7 @@
 """Stochastic attention in plain torch: the ground truth for every other backend.
 
-Everything runs in float32 or better whatever the inputs, masks are boolean (True: attend), and a row with no allowed
-key has weights 0, KL 0 and gradient 0. `masking.py` and `kl.py` beside this file are its other two parts.
+It computes in float32 or wider. Masks are boolean (True: attend). A row without allowed keys has weights, KL and gradient 0.
+Its other parts are `masking.py` and `kl.py`.
 """
 
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ def sample_weights(
 ) -> Float[Tensor, "b h m n"]:
     """Draw W = softmax(log S) (Eq. 1 with S in place of exp Φ).
 
-    The terms of log S that a row shares cancel, so W = softmax(Φ + ln E / k) or softmax(Φ + σ_q ε).
+    Terms of log S that are constant along a row cancel, so W = softmax(Φ + ln E / k) or softmax(Φ + σ_q ε).
     """
     b, h, m, n = scores.shape
     log_noise = noise.log_noise(seed, (b, h, m, n), config, device=scores.device, dtype=scores.dtype)
@@ -33,14 +33,14 @@ def sample_weights(
 def noisy_softmax(
     scores: Float[Tensor, "*bh m n"], log_noise: Float[Tensor, "*#bh #m n"], mask: Bool[Tensor, "*#bh #m n"] | None = None
 ) -> Float[Tensor, "*bh m n"]:
-    """Return softmax(Φ + noise) over the allowed keys: the weights that noise of `noise.log_noise` gives."""
+    """Return the weights softmax(Φ + noise) over the allowed keys (noise: `noise.log_noise`)."""
     return masked_softmax(scores + log_noise, mask)
 
 
 def dot_product_scores(
     query: Float[Tensor, "b h m d"], key: Float[Tensor, "b hk n d"], *, scale: float, bias: Float[Tensor, "..."] | None
 ) -> Float[Tensor, "b h m n"]:
-    """Return Φ = scale · Q Kᵀ + bias in float32 or better; key heads are shared by groups of query heads."""
+    """Return Φ = scale · Q Kᵀ + bias in float32 or wider; groups of query heads may share a key head."""
     scores = (upcast(query) * scale) @ expand_heads(upcast(key), query.shape[1]).transpose(-2, -1)
     return scores if bias is None else scores + upcast(bias)
 
@@ -64,7 +64,7 @@ def attention(
     dropout_p: float,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
-    """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
+    """Return the output O = W V of one sample and, if `need_kl`, the KL per example."""
     scores = dot_product_scores(query, key, scale=scale, bias=bias)
     mask = allowed.dense(query.device)
     weights = sample_weights(scores, mask, seed, config)
@@ -75,7 +75,7 @@ def attention(
 
 
 def drop(weights: Float[Tensor, "b h m n"], p: float, seed: noise.Seed | None) -> Float[Tensor, "b h m n"]:
-    """Return the weights after dropout, which the seed of the noise governs too, where there is one."""
+    """Return the weights after dropout, drawn from the noise seed if there is one."""
     if seed is None:
         return F.dropout(weights, p)
     b, h, m, n = weights.shape
@@ -83,5 +83,5 @@ def drop(weights: Float[Tensor, "b h m n"], p: float, seed: noise.Seed | None) -
 
 
 def weighted_values(weights: Float[Tensor, "b h m n"], value: Float[Tensor, "b hk n dv"]) -> Float[Tensor, "b h m dv"]:
-    """Return O = W V in the dtype of the values, computed in that of the weights."""
+    """Return O = W V, computed in the dtype of the weights and cast to that of the values."""
     return (weights @ expand_heads(upcast(value), weights.shape[1]).to(weights.dtype)).to(value.dtype)

@@ -1,12 +1,12 @@
-"""Squared gradients of attention scores, summed over the queries of each key, from one output gradient.
+"""Squared gradients of attention scores for one output gradient, summed over the queries of each key.
 
 With P = softmax(Φ) and O = P V, a gradient dO of the output gives the gradient of every score
 
     dΦ_ij = P_ij (dO_i · v_j − δ_i),    δ_i = Σ_j P_ij (dO_i · v_j)
 
-A flash-style backward pass forms dΦ as well, and adds it up into the gradients of Q and K. Here Σ_i dΦ_ij² is needed. The
-scores are computed again in blocks, so no m × n array exists at any time: by Triton kernels on a GPU
-(`score_gradients_triton.py`), by torch everywhere else, including calls that the kernels do not support (`why_not_kernel`).
+A flash-style backward pass also forms dΦ, and adds it up into the gradients of Q and K. Here Σ_i dΦ_ij² is needed. The
+scores are recomputed in blocks, without an m × n array: by Triton kernels on a GPU (`score_gradients_triton.py`), by torch
+elsewhere and for calls that the kernels do not support (`why_not_kernel`).
 """
 
 import functools
@@ -23,27 +23,27 @@ from bayesattn.ops.attention.reference import expand_heads
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.precision import upcast, without_autocast
 
-# entries of a block of scores: small enough for a CPU's cache, large enough for its matrix products
+# entries per block of scores: small enough for a CPU's cache, large enough for its matrix products
 BLOCK_ENTRIES = {"cpu": 2**17, "cuda": 2**25}
-# numbers of a query or key up to which calls are joined: copying more takes longer than the launches that it saves
+# entries of query or key up to which calls are batched: copying more takes longer than the saved launches
 LARGEST_OF_MANY = 2**23
-# and how many of them one batch may have, because a copy needs memory
+# entries of all queries of a batch, because the copies need memory
 MOST_TOGETHER = 2**24
-# features of a head that the kernels' tiles can hold
+# largest head dimension that fits the kernels' tiles
 WIDEST_HEAD = 256
-# autograd nodes that only move or copy numbers, and how many of them may lie between an output and its attention
+# autograd nodes that only move or copy entries, and how many nodes are searched from an output to its attention
 _MOVES = ("Transpose", "Clone", "View", "Permute", "UnsafeView", "ReshapeAlias")
 _FARTHEST = 6
 
 
 @dataclass(eq=False)
 class ScoreGradients:
-    """What the squares of one attention call are computed from, beside the gradient of its output.
+    """One attention call whose squared score gradients can be computed from the gradient of its output.
 
     Attributes:
-        query, key, value, output: Of the call.
-        heads_last: Whether output and its gradient have their heads after the queries.
-        mask, bias, is_causal, scale, softcap: As for `squared_score_gradients`.
+        query, key, value, output: Tensors of the call.
+        heads_last: Whether output and its gradient are [b, m, h, dv] instead of [b, h, m, dv].
+        mask, bias, is_causal, scale, softcap: As in `statistics.row_statistics`.
     """
 
     query: Float[Tensor, "b h m d"]
@@ -59,7 +59,7 @@ class ScoreGradients:
 
     def __post_init__(self) -> None:
         self.has_kernel = not why_not_kernel(self.query, self.key, self.value)
-        # what torch keeps for its own backward pass is there until that pass has used it
+        # read here, because torch frees it after its own backward pass
         self.log_sum_exp = kept_log_sum_exp(self.output, self.query.shape[:3]) if self.has_kernel else None
         self._versions = [x._version for x in self.tensors()]
 
@@ -68,7 +68,7 @@ class ScoreGradients:
         return self.query, self.key, self.value, self.output
 
     def check_unchanged(self) -> None:
-        """Refuse tensors that were written into since: the squares would be those of another call."""
+        """Raise if a tensor of the call was changed in place since, because the squares would be wrong."""
         for name, x, version in zip(("query", "key", "value", "output"), self.tensors(), self._versions, strict=True):
             if x._version != version:
                 raise RuntimeError(
@@ -77,28 +77,28 @@ class ScoreGradients:
                 )
 
     def squares(self, grad_output: Tensor) -> Float[Tensor, "b h n"]:
-        """Return Σ_i dΦ_ij² for the gradient of the output."""
+        """Return Σ_i dΦ_ij² for a gradient of the output."""
         return _of_alike([self], [grad_output])
 
     def kind(self, grad_output: Tensor) -> tuple | None:
-        """Return what calls share that torch computes as one batch; None for a call that is computed alone.
+        """Return a key shared by calls that torch computes as one batch, or None for a call that is computed alone.
 
-        A kernel is one launch per call, which a busy host hides behind the rest of the backward pass.
+        Calls with a kernel are not batched: their one or two launches are hidden behind the rest of the backward pass.
         """
         is_large = self.query.numel() > LARGEST_OF_MANY or self.key.numel() > LARGEST_OF_MANY
         has_rows = self.mask is not None and (self.mask.ndim != 4 or self.mask.shape[2] > 1)
         if self.has_kernel or is_large or has_rows or self.bias is not None:
             return None
         facts = [(x.shape, x.dtype, x.device) for x in (*self.tensors(), grad_output)]
-        # layers of a model are given the very same mask
+        # the layers of a model share one mask tensor
         mask = None if self.mask is None else (self.mask.data_ptr(), self.mask.shape, self.mask.stride())
         return *facts, self.heads_last, mask, self.is_causal, self.scale, self.softcap
 
 
 def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b _ _ dv"]]]) -> list[Float[Tensor, "b h n"]]:
-    """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs; those of one kind as one batch.
+    """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs.
 
-    Layers of small batches take longer to launch than to compute.
+    Calls of one kind are computed as one batch, because layers of small batches take longer to launch than to compute.
     """
     found: dict[int, Tensor] = {}
     groups: dict[object, list[int]] = {}
@@ -115,7 +115,7 @@ def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b _ _ 
 
 @torch.no_grad()
 def _of_alike(calls: Sequence[ScoreGradients], grads: Sequence[Tensor]) -> Float[Tensor, "cb h n"]:
-    """Return the squares of calls of one kind, of the first call's examples first."""
+    """Return the squares of calls of one kind, concatenated along the batch."""
     for call in calls:
         call.check_unchanged()
     first, mask = calls[0], calls[0].mask
@@ -147,22 +147,12 @@ def squared_score_gradients(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Tensor, "b h n"]:
-    """Return Σ_i dΦ_ij² of every key, in float32 or better.
+    """Return Σ_i dΦ_ij² per key, in float32 or wider.
 
-    The kernels run unless `why_not_kernel` gives a reason; all else is computed by torch, in blocks.
-
-    Args:
-        grad_output: Gradient of a number in the attention output.
-        query: Queries.
-        key: Keys; their heads may be shared by groups of query heads.
-        value: Values.
-        output: The attention output, which the kernels need: δ_i = O_i · dO_i.
-        log_sum_exp: ln Σ_j exp Φ_ij, if whoever computed the output kept it (`kept_log_sum_exp`); else it is computed again.
-        mask: True where a query may attend.
-        bias: Added to the scores.
-        is_causal: Query i attends to keys up to i.
-        scale: Factor of the dot product.
-        softcap: Bound of the scaled products: softcap · tanh(Φ / softcap).
+    The kernels need `output`, for δ_i = O_i · dO_i, and a call that `why_not_kernel` allows; otherwise torch computes in
+    blocks. `grad_output` is the gradient of a scalar with respect to the attention output, and `log_sum_exp` is
+    ln Σ_j exp Φ_ij, recomputed if it was not kept (`kept_log_sum_exp`). Other arguments are as in
+    `statistics.row_statistics`.
     """
     options = {"mask": _with_four_axes(mask), "bias": _with_four_axes(bias), "is_causal": is_causal}
     options |= {"scale": scale, "softcap": softcap}
@@ -173,20 +163,17 @@ def squared_score_gradients(
 
     tensors = [grad_output, query, key, value, output]
     if len({x.dtype for x in tensors}) > 1:
-        # under autocast a gradient, or a query behind a rotary embedding, has another type than the rest
+        # under autocast a gradient, or a query after a rotary embedding, may have another dtype than the rest
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors[:4]))
         tensors = [x.to(dtype) for x in tensors]
     return score_gradients_triton.squared_score_gradients(*tensors, log_sum_exp=log_sum_exp, **options)
 
 
 def kept_log_sum_exp(output: Tensor, shape: tuple[int, ...]) -> Float[Tensor, "b h m"] | None:
-    """Return ln Σ_j exp Φ_ij of every query, if torch's fused attention computed the output and keeps it for its gradient.
+    """Return ln Σ_j exp Φ_ij per query, if torch's fused attention computed the output and keeps it for its gradient.
 
-    The output may have been transposed or copied since; else, and on a torch that names things differently, None.
-
-    Args:
-        output: The attention output.
-        shape: Examples, heads and queries.
+    The output may have been transposed or copied since. The result, of the given shape (b, h, m), is None for other outputs
+    and for torch versions with other names.
     """
     node = output.grad_fn
     for _ in range(_FARTHEST):
@@ -204,14 +191,14 @@ def kept_log_sum_exp(output: Tensor, shape: tuple[int, ...]) -> Float[Tensor, "b
 
 
 def _of_queries(kept: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Return what belongs to queries: some kernels add an axis of length 1, some pad to a multiple of their block."""
+    """Return the LSE as [b, h, m]: some kernels add an axis of length 1, some pad to a multiple of their block."""
     b, h, m = shape
     kept = kept.squeeze(-1) if kept.ndim == 4 else kept
     return kept[..., :m] if kept.ndim == 3 and kept.shape[:2] == (b, h) and kept.shape[2] >= m else None
 
 
 def why_not_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Return why the Triton kernels cannot run a call; an empty string where they can."""
+    """Return why the Triton kernels cannot run a call, or an empty string if they can."""
     if not HAS_TRITON:
         return "triton is not installed"
     if query.device.type != "cuda" and not INTERPRETED:
@@ -226,11 +213,11 @@ def why_not_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def _with_four_axes(x: Tensor | None) -> Tensor | None:
-    """Return a mask or bias with axes for batch, head, query and key, of length 1 where it is broadcast."""
+    """Return a mask or bias with axes for batch, head, query and key; missing axes get length 1."""
     if x is None:
         return None
     x = x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
-    # a padding row that is expanded to all queries is read once per block of keys
+    # of a padding mask expanded to all queries, keep one row: it is then read once per block of keys
     return x[:, :, :1] if x.stride(2) == 0 else x
 
 
@@ -251,7 +238,7 @@ def _in_blocks(
     total = query.new_zeros((b, h, n), dtype=torch.promote_types(query.dtype, torch.float32))
     valid, shut = None, None
     if mask is not None and mask.shape[2] == 1 and softcap is None and bias is None:
-        # padding is one row per example, which the matrix product adds; examples of padding alone are removed at the end
+        # the matrix product adds padding as one row per example; examples of padding alone are set to 0 at the end
         valid, mask = mask[:, :, 0], None
         shut = total.new_zeros(valid.shape).masked_fill_(valid.any(dim=-1, keepdim=True) & ~valid, -torch.inf)
         shut = shut.expand(b, h, n).unsqueeze(2)
@@ -274,7 +261,7 @@ def _in_blocks(
             triangle = positions[:n] <= positions[:m][rows, None]
             allowed = triangle if allowed is None else allowed & triangle
         weights = masked_softmax(scores, allowed)
-        # P ⊙ (dP − δ) in one pass; autograd's own softmax calls it
+        # P ⊙ (dP − δ) in one pass, by the operator behind autograd's softmax
         grads = torch.ops.aten._softmax_backward_data(_product(grad_output[part], value_t[keys]), weights, -1, weights.dtype)
         total[keys] += grads.square_().sum(dim=-2)
     return total if valid is None else total.masked_fill_(~valid, 0.0)
@@ -286,7 +273,7 @@ def _product(
     scale: float = 1.0,
     start: Float[Tensor, "b h 1 n"] | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return start + scale · A B in float32 or better; half precision, which is on a GPU, is multiplied on tensor cores."""
+    """Return start + scale · A B in float32 or wider; half precision (GPU only) is multiplied on tensor cores."""
     if rows.dtype not in (torch.bfloat16, torch.float16):
         found = rows @ columns if scale == 1.0 else rows @ columns * scale
         return found if start is None else found.add_(start)
@@ -297,7 +284,7 @@ def _product(
 
 
 def _blocks(b: int, h: int, m: int, n: int, limit: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield examples, heads and queries whose scores together are about `limit` entries."""
+    """Yield slices of examples, heads and queries with about `limit` scores each."""
     rows = max(1, min(m, limit // max(n, 1)))
     heads = max(1, min(h, limit // max(rows * n, 1)))
     examples = max(1, min(b, limit // max(h * rows * n, 1))) if heads == h else 1

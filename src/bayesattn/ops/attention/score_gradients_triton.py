@@ -19,7 +19,7 @@ from bayesattn.ops.attention.launch import (
 from bayesattn.ops.attention.score_gradient_kernels import score_columns_kernel, score_rows_kernel
 from bayesattn.ops.common.launch import Launch, prepared
 
-# with more keys than this, forming δ anew for every block of them takes longer than one more launch
+# with more keys than this, recomputing δ for every block of keys takes longer than one more launch
 MOST_KEYS = 1024
 
 
@@ -37,7 +37,7 @@ def squared_score_gradients(
     scale: float,
     softcap: float | None,
 ) -> Float[Tensor, "b h n"]:
-    """Return Σ_i dΦ_ij² of every key in float32; arguments as for the function of this name in `score_gradients.py`."""
+    """Return Σ_i dΦ_ij² per key in float32; arguments as in `score_gradients.squared_score_gradients`."""
     read = whole_rows(query, key, value, output, grad_output)
     query, key, value, output, grad_output = map(aligned, read)
     b, h, m, _ = query.shape
@@ -51,7 +51,7 @@ def squared_score_gradients(
         delta = query.new_empty((b, h, m), dtype=torch.float32)
     layouts = map(layout, (query, key, value, output, grad_output, mask, bias, lse))
     rows, columns = _launches(*layouts, log_sum_exp is not None, delta is not None, is_causal, scale, softcap)
-    # kernels offset a pointer before they check the switches, so none may be absent
+    # kernels offset pointers before checking the switches, so none may be absent
     optional = (query if mask is None else mask, query if bias is None else bias)
     delta = lse if delta is None else delta
     if rows is not None:
@@ -76,7 +76,7 @@ def _launches(
     scale: float,
     softcap: float | None,
 ) -> tuple[Launch | None, Launch]:
-    """Return the launches that fill what `has_delta` and `is_given` leave of δ and LSE, if any, and the squares."""
+    """Return the launch that fills δ and, unless `is_given`, LSE (None without `has_delta`), and that of the squares."""
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
     switches = {"CAPPED": softcap is not None, "HAS_BIAS": bias is not None, "CAUSAL": is_causal}
     absent = (0, 0, 0, 0)

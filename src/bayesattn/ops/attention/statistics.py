@@ -1,6 +1,6 @@
-"""How concentrated attention is, row by row: entropy, largest weight and share on given keys, never an m × n array.
+"""How concentrated attention is per row: entropy, largest weight and share on given keys, without an m × n array.
 
-With Z = Σ_j exp(Φ_ij − max_j Φ_ij), everything comes from sums that a softmax accumulates anyway:
+With Z = Σ_j exp(Φ_ij − max_j Φ_ij), all three follow from sums that a softmax accumulates anyway:
 
     entropy = LSE − E[Φ],    largest weight = 1 / Z,    share = Σ_{j in positions} exp(Φ_ij − max) / Z
 """
@@ -16,20 +16,20 @@ from bayesattn.ops.attention.reference import expand_heads
 from bayesattn.ops.attention.support import HAS_TRITON, INTERPRETED
 from bayesattn.precision import upcast, without_autocast
 
-# entries of a block of scores: to fit a CPU's cache, or enough to keep a GPU busy where no kernel runs
+# entries per block of scores: fits a CPU's cache, or keeps a GPU busy where no kernel runs
 BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**25}
-# the kernel's largest head dimension
+# largest head dimension of the kernel
 LARGEST_HEAD = 256
 
 
 class Rows(NamedTuple):
-    """Statistics of softmax(Φ), one number per query; all are 0 where a query has no key.
+    """Statistics of softmax(Φ), one number per query; all are 0 for a query without keys.
 
     Attributes:
-        entropy: In nats.
-        largest: The largest weight.
-        keys: How many keys the query may attend to.
-        share: Weight on the given positions; None without any.
+        entropy: Entropy in nats.
+        largest: Largest weight.
+        keys: Number of keys that the query may attend to.
+        share: Weight on the given positions; None if none are given.
     """
 
     entropy: Float[Tensor, "b h m"]
@@ -50,23 +50,23 @@ def row_statistics(
     softcap: float | None = None,
     positions: Bool[Tensor, "#b n"] | None = None,
 ) -> Rows:
-    """Return the statistics of softmax(scale · Q Kᵀ + bias): from a Triton kernel on a GPU, in blocks of torch elsewhere.
+    """Return the statistics of softmax(scale · Q Kᵀ + bias), by a Triton kernel on a GPU and by torch in blocks elsewhere.
 
     Args:
         query: Queries.
-        key: Keys; their heads may be shared by groups of query heads.
+        key: Keys; groups of query heads may share a head.
         mask: True where a query may attend, broadcastable to `b h m n`.
         bias: Added to the scores, broadcastable to `b h m n`.
-        is_causal: Query i attends to keys up to i.
+        is_causal: Whether query i may attend only to keys up to i.
         scale: Factor of the dot product.
-        softcap: Bound of the scaled products: softcap · tanh(Φ / softcap).
-        positions: Keys whose share of the weight is wanted.
+        softcap: Bound of the scaled products, before the bias: softcap · tanh(Φ / softcap).
+        positions: Keys whose share of the weight is computed.
     """
     query, key = query.detach(), key.detach()
     mask, bias = (None if x is None else x.detach()[(None,) * (4 - x.ndim)] for x in (mask, bias))
     with without_autocast(query.device.type):
         if _has_kernel(query, key):
-            # only now: a machine without a GPU need not have triton
+            # imported here, because a machine without a GPU may not have triton
             from bayesattn.ops.attention.statistics_triton import launch_statistics
 
             return launch_statistics(query, key, mask, bias, is_causal, scale, softcap, positions)
@@ -114,7 +114,7 @@ def score_statistics(
     mask: Bool[Tensor, "..."] | None = None,
     positions: Bool[Tensor, "#b n"] | None = None,
 ) -> Rows:
-    """Return the statistics of softmax(Φ) from given scores."""
+    """Return the statistics of softmax(Φ) for given scores."""
     weights = masked_softmax(upcast(scores.detach()), mask)
     n = weights.shape[-1]
     keys = weights.new_full(weights.shape[:-1], n)

@@ -1,4 +1,4 @@
-"""Launch of the statistics kernel: the inputs as it reads them, and tile sizes."""
+"""Launch of the statistics kernel: preparation of the inputs, and tile sizes."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.common.launch import prepared
 from bayesattn.ops.common.tiles import FULL_MASK, KEY_MASK
 
-# tile rows, tile columns, warps, pipeline stages, for half precision and up to 64 or 128 features, and for everything else
+# tile rows, tile columns, warps, pipeline stages: for half precision with up to 64 or 128 features, and for all other inputs
 TILES = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
 OTHER_TILES = (64, 32, 4, 1)
 
@@ -25,7 +25,7 @@ def launch_statistics(
     softcap: float | None,
     positions: Tensor | None,
 ) -> Rows:
-    """Return the statistics of every query; arguments as for `row_statistics`, mask and bias with four axes."""
+    """Return the statistics per query; arguments as in `row_statistics`, mask and bias with four axes."""
     query, key = whole_rows(query, key)
     query, key = aligned(query), aligned(key.to(query.dtype))
     (b, h, m, d), (hk, n) = query.shape, key.shape[1:3]
@@ -46,7 +46,7 @@ def launch_statistics(
         HAS_POSITIONS=chosen is not None, SOFTCAP=softcap is not None, EVEN_D=d == padded(d),
         FAST=is_half and not INTERPRETED, PRECISION="tf32" if is_half else "ieee", num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    # an unused pointer still has to be valid
+    # unused pointers must still be valid
     inputs = (entropy if x is None else x for x in (mask, bias, chosen))
     launch(query, key, *inputs, entropy, largest, entropy if share is None else share, keys)
     return Rows(entropy, largest, keys, share)

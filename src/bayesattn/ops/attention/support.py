@@ -1,4 +1,4 @@
-"""Which backend can run a call, and if not, why: each function returns a reason, or an empty string."""
+"""Which backends can run a call: each function returns the reason why one cannot, or an empty string."""
 
 import importlib.util
 import os
@@ -10,13 +10,13 @@ from torch import Tensor
 from bayesattn.config import AttentionConfig
 from bayesattn.noise.specification import Seed
 
-# looked up once: torch.compile can trace neither
+# computed at import, because torch.compile can trace neither
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Call(NamedTuple):
-    """The arguments of an attention call that decide about backends."""
+    """The arguments of an attention call that decide which backends can run it."""
 
     query: Tensor
     key: Tensor
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def why_not_blocked(call: Call) -> str:
-    """The blocked CPU backend: draws from torch's generator; the lognormal KL only where all queries have the same keys."""
+    """Return why the blocked CPU backend cannot run a call."""
     if call.query.device.type != "cpu":
         return f"the tensors are on {call.query.device.type}, not on the CPU"
     if call.query.dtype not in (torch.float32, torch.float64):
@@ -46,7 +46,7 @@ def why_not_blocked(call: Call) -> str:
 
 
 def why_not_triton(call: Call) -> str:
-    """The Triton kernels: a GPU (or Triton's interpreter), head dimensions up to 256, noise of moderate strength."""
+    """Return why the Triton kernels cannot run a call."""
     if not HAS_TRITON:
         return "triton is not installed"
     if call.query.device.type != "cuda" and not INTERPRETED:
@@ -59,7 +59,7 @@ def why_not_triton(call: Call) -> str:
         return "there are no keys"
     if call.scale <= 0.0:
         return f"scale is {call.scale}, not above 0"
-    # the kernels use one maximum for clean and noisy scores, which is safe while the noise stays within 2^±100
+    # the kernels use the same maximum for clean and noisy scores, which is safe while the noise stays within 2^±100
     if call.config.family == "weibull" and call.config.weibull_k < 0.25:
         return f"weibull_k is {call.config.weibull_k}, below 0.25"
     if call.config.family == "lognormal" and call.config.sigma_q > 8.0:

@@ -1,8 +1,8 @@
 """Stochastic attention on a GPU: the Triton kernels as torch operators with gradients.
 
-The forward operator returns, beside the output, what the KL of either family needs (`kl.py`): the log-sum-exp of the
-clean scores and their column sums Σ_i Φ_ij (Weibull), or Σ_j (Φ_ij − μ_j) and Σ_j (Φ_ij − μ_j)² of each row
-(lognormal). Their gradients flow back through the same kernels. Memory is O(m + n).
+Besides the output, the forward operator returns the sums that the KL needs (`kl.py`): the log-sum-exp and the column sums
+Σ_i Φ_ij of the clean scores (Weibull), or Σ_j (Φ_ij − μ_j) and Σ_j (Φ_ij − μ_j)² per row (lognormal). Their gradients flow
+back through the same kernels. Memory is O(m + n).
 """
 
 import functools
@@ -65,7 +65,7 @@ def attention(
     dropout_p: float,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
-    """Return the output O = W V of one sample, and the KL of each example if `need_kl`."""
+    """Return the output O = W V of one sample and, if `need_kl`, the KL per example."""
     dv = value.shape[-1]
     if dv % ROW_MULTIPLE or query.shape[-1] % ROW_MULTIPLE:
         log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
@@ -86,7 +86,7 @@ def attention(
 def _with_plain_kl(
     query, key, value, log_prior, allowed, config, seed, strength, scale, dropout_p, dv
 ) -> tuple[Tensor, Tensor]:
-    """Return output and KL, the latter by torch from what the kernels return."""
+    """Return output and KL, the KL from the sums that the kernels return (`kl.py`) or from small matrices (`gram.py`)."""
     weibull = config.family == "weibull"
     log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
     mu, by_gram = None, not weibull and is_separable(allowed)
@@ -111,25 +111,25 @@ def _with_plain_kl(
 
 
 def fused_or_plain(*inputs: Any) -> tuple[Any, ...]:
-    """Return the results of `_forward`, as an operator inside a compiler, as an autograd node where gradients are on."""
+    """Return the results of `_forward`, as an operator in a compiler or an autograd node if gradients are enabled."""
     if torch.compiler.is_compiling():
         return attention_forward(*inputs)
     return _FusedAttention.apply(*inputs) if _is_derived() else _forward(*inputs)
 
 
 def _narrowed(output: Tensor, dv: int) -> Tensor:
-    # a full slice would be another autograd node, and the KL would not seem to come from the same node (`kl.record`)
+    # even a full slice adds an autograd node, and `kl.record` checks whether output and KL come from the same node
     return output if output.shape[-1] == dv else output[..., :dv]
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _tape(direction: str, kind: tuple) -> Tape:
-    """Return the launches of one pass of a kind of call."""
+    """Return the tape of one pass, forward or backward, of one kind of call."""
     return Tape()
 
 
 def _is_derived() -> bool:
-    """Whether the autograd node is needed: to save tensors for gradients, or to refuse transforms that ignore no_grad."""
+    """Return whether to use the autograd node: it saves tensors for gradients and rejects transforms that ignore no_grad."""
     is_transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     return torch.is_grad_enabled() or is_transformed
 
@@ -150,9 +150,9 @@ def _forward(
     need_lse: bool,
     need_columns: bool,
 ) -> tuple[Any, ...]:
-    """Return output, noisy LSE (base 2), clean LSE, column sums, two moments and the query sums behind the columns.
+    """Return output, noisy LSE (base 2), clean LSE, column sums, two moments and the query sums used for the column sums.
 
-    What is not needed is None.
+    Results that are not needed are None.
     """
     query, key, value = map(aligned, (query, key, value))
     (b, h, m, d), (hk, n), dv = query.shape, key.shape[1:3], value.shape[-1]
@@ -166,14 +166,14 @@ def _forward(
         kind = (*kind, Band(causal, window), need_lse)
         arrays, tape = (query, key, value, mask, mu, seed, out, lse, clean, first, second), _tape("forward", kind)
         if not tape.replay(arrays):
-            # an unused pointer still has to be valid
+            # unused pointers must still be valid
             written = (lse if x is None else x for x in (clean, first, second))
             with tape.recording(arrays):
                 launch = forward_launch(*kind)
                 launch(query, key, value, *optional_pointers(mask, mu, seed), out, lse, *written, lse, lse)
     columns, sums = None, None
     if need_columns:
-        # Σ_i Φ_ij = scale · k_j · Σ_i q_i: the scores are not needed
+        # Σ_i Φ_ij = scale · k_j · Σ_i q_i, without the scores
         sums = Allowed(mask, causal, (b, h, m, n), window).sum_over_queries(query)
         columns = lse.new_empty((b, h, 1, n))
         if columns.numel():
@@ -191,7 +191,7 @@ def attention_forward(
     strength: float, scale: float, dropout: float, causal: bool, window: int | None, need_lse: bool,
     need_columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_forward` as an operator for torch.compile; what is not needed is empty. Eager calls skip it to save time."""
+    """Call `_forward` as an operator for torch.compile; unneeded results are empty. Eager calls skip the dispatch."""
     options = (weibull, strength, scale, dropout, causal, window, need_lse, need_columns)
     results = _forward(query, key, value, mask, mu, seed, *options)
     return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in results)  # type: ignore[return-value]
@@ -271,7 +271,7 @@ def _backward(
             first, second = gradient_launches(*kind)
             read = (query, key, value, *optional_pointers(mask, mu, seed), grad, lse, lse if clean is None else clean)
             read = (*read, delta, *rows)
-            # an unused pointer still has to be valid
+            # unused pointers must still be valid
             columns = lse if grad_columns is None else grad_columns
             first(*read, columns, lse if sums is None else sums, grad_query, grad_key, grad_value, grad_mu)
             if second is not None:
@@ -334,7 +334,7 @@ def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_firs
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The same forward and backward without the operator's dispatch."""
+    """The forward and backward pass of `attention_forward`, without the operator's dispatch."""
 
     @staticmethod
     def forward(ctx, *inputs):

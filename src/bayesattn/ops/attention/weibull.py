@@ -1,10 +1,10 @@
-"""Weibull attention with its KL by few kernels: two forward, two or three backward.
+"""Weibull attention with its KL in few kernels: two forward, two or three backward, besides those of a contextual prior.
 
-At short lengths the host is the bottleneck: every torch operation, autograd node and launch costs it some ten microseconds.
-With a causal mask it is memory: a cumulative sum of queries is as large as the queries, in float32.
-So Weibull noise with a KL under any mask that depends on positions and keys only (none, key padding, causal, a sliding
-window, and those together) has kernels of its own and one autograd node (`weibull_node.py`). A mask of single entries takes
-`triton.py` and the plain KL of `kl.py`.
+Short sequences are limited by the host, where every torch operation, autograd node and launch takes about ten microseconds.
+Causal calls are limited by memory: a cumulative sum of queries is as large as the queries, and in float32. So Weibull
+attention with a KL has its own kernels and one autograd node (`weibull_node.py`) for masks that depend only on positions and
+keys: none, key padding, causal, a sliding window, and combinations. A mask of single entries uses `triton.py` and the plain
+KL of `kl.py`.
 """
 
 import functools
@@ -47,7 +47,7 @@ from bayesattn.ops.common.tape import Tape
 from bayesattn.ops.prior.launch import launch_prior, launch_prior_gradient, prior_sums_shape
 
 DIVIDE = {"sum": 0, "row_mean": 1, "mean": 2}
-# entries of a tile of queries, keys or values for which four warps are enough
+# largest tile of queries, keys or values, in entries, for which four warps are enough
 SMALL_TILE = 4096
 
 
@@ -63,12 +63,12 @@ class Divergence(NamedTuple):
 
     @classmethod
     def of(cls, config: AttentionConfig) -> "Divergence":
-        """Return the KL's settings of a config."""
+        """Return the KL settings of a config."""
         forms = (str(config.alpha_form), str(config.score_form), str(config.kl_reduction))
         return cls(config.weibull_k, config.gamma_beta, config.gamma_alpha, *forms)
 
     def numbers(self, has_prior: bool) -> dict[str, float]:
-        """Numbers for the kernels of the KL: α's shift, slope and constant of a key's term, β, its logarithm, the cap."""
+        """Return the numeric arguments of the KL kernels, in the order in which `weibull_kl_kernel` takes them."""
         log_beta = math.log(self.gamma_beta)
         scale = {"gamma_alpha": self.gamma_alpha, "gamma_beta": self.gamma_beta}
         return {
@@ -83,7 +83,7 @@ class Divergence(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Everything that the launches of a call depend on: they are built once per problem and then looked up."""
+    """Everything that the launches of a call depend on; they are built once per problem."""
 
     query: Layout
     key: Layout
@@ -94,28 +94,28 @@ class Problem(NamedTuple):
     divergence: Divergence
     noise: Noise
     scale: float
-    # of the network that computes ln Ψ on the way: how many there are, and their hidden width
+    # number and hidden width of the networks that compute ln Ψ within the call, if any
     network: tuple[int, int] | None = None
 
     @property
     def mask(self) -> Layout | None:
-        """Layout of the mask of keys, as the kernels of attention read it."""
+        """Layout of the key mask, as the attention kernels read it."""
         b, n = self.query.shape[0], self.key.shape[2]
         return Layout((b, 1, 1, n), (n, n, n, 1), torch.bool) if self.has_valid else None
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of ln Ψ over examples and heads, of the mask over examples."""
+        """Strides of ln Ψ over examples and heads, and of the mask over examples."""
         return (*((0, 0) if self.prior is None else self.prior.strides[:2]), self.key.shape[2] if self.has_valid else 0)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The numeric arguments of the KL's kernels."""
+        """Numeric arguments of the KL kernels."""
         return self.divergence.numbers(self.prior is not None)
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of both kernels of the KL."""
+        """Compile-time constants shared by both KL kernels."""
         switches = {"HAS_PRIOR": self.prior is not None, "HAS_VALID": self.has_valid, **self.band.switches}
         widest = padded(max(self.query.shape[-1], self.value.shape[-1]))
         return {
@@ -123,27 +123,27 @@ class Problem(NamedTuple):
             "RAW": self.divergence.score_form == "raw",
             "BLOCK": SUM_BLOCK,
             "BD": padded(self.query.shape[-1]),
-            # on the diagonal a program waits for one tile after the other
+            # eight warps if causal: a program waits for one edge tile after the other
             "num_warps": 4 if SUM_BLOCK * widest <= SMALL_TILE and not self.band.is_causal else 8,
         }
 
     @property
     def blocks(self) -> int:
-        """How many programs the kernels of the KL have for a head."""
+        """Number of programs of the KL kernels per head."""
         return blocks_of(max(self.query.shape[2], self.key.shape[2]), SUM_BLOCK)
 
     @property
     def precision(self) -> str:
-        """Of products of float32."""
+        """Precision of float32 products."""
         return "ieee" if self.query.dtype == torch.float32 else "tf32"
 
 
 class Workspace(NamedTuple):
-    """Arrays of float32 in one piece of memory: allocating each would take the host longer than filling them takes the GPU.
+    """Float32 arrays in one allocation: allocating each takes the host longer than filling it takes the GPU.
 
-    Args:
-        sizes: Entries of every array, rounded up so that the next one starts at a multiple of sixteen bytes.
-        total: Entries of all of them.
+    Attributes:
+        sizes: Entries per array, rounded up so that each array starts at a multiple of sixteen bytes.
+        total: Sum of the sizes.
     """
 
     sizes: list[int]
@@ -151,24 +151,20 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, *sizes: int) -> "Workspace":
-        """Return the workspace of arrays with these numbers of entries."""
+        """Return the workspace of arrays with these sizes."""
         rounded = [-(-size // 4) * 4 for size in sizes]
         return cls(rounded, sum(rounded))
 
     def parts(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the arrays, flat."""
+        """Return the arrays as one-dimensional tensors."""
         return torch.split_with_sizes(memory, self.sizes)
 
 
 def kept_arrays(query: Sequence[int], keys: int, has_network: bool = False) -> Workspace:
-    """Return the arrays that the forward pass keeps: both LSEs, P_j, sums of blocks, the KL's weights, and a network's ln Ψ.
+    """Return the workspace that the forward pass keeps for the backward pass.
 
-    Args:
-        query: Shape of the queries.
-        keys: How many keys there are.
-        has_network: Whether ln Ψ is computed on the way.
-
-    The sums are of queries, of LSEs and numbers of rows, of queries in whole blocks, of keys, and of α.
+    It holds noisy LSE, clean LSE, P_j; block sums of queries, of LSEs and numbers of rows, of queries over whole blocks, of
+    α_j k_j, and of α_j; the KL's weights; and ln Ψ, if a network computes it. `query` is a shape, `keys` a number.
     """
     b, h, m, d = query
     rows, blocks = b * h, blocks_of(max(m, keys), SUM_BLOCK)
@@ -181,9 +177,9 @@ def kept_arrays(query: Sequence[int], keys: int, has_network: bool = False) -> W
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _arrays(problem: Problem, in_one_pass: bool) -> tuple[Workspace, Workspace]:
-    """Return the arrays that are kept, and those of the backward pass.
+    """Return the workspaces of the forward pass (`kept_arrays`) and of the backward pass.
 
-    The latter are δ, dLSE, dT, what rows of dQ start from, and a network's d ln Ψ.
+    The latter holds δ, dLSE, dT, the initial values of dQ, and d ln Ψ, if a network computes ln Ψ.
     """
     (b, h, m, d), n, has_network = problem.query.shape, problem.key.shape[2], problem.network is not None
     rows = b * h
@@ -211,7 +207,7 @@ def _forward_launches(problem: Problem) -> tuple[Launch, Launch]:
 def _backward_launches(
     problem: Problem, grad: Layout, stride_kl: int, in_one_pass: bool, steps: tuple[int, ...]
 ) -> tuple[Launch, Launch, Launch | None]:
-    """Return the launches of what all gradients need, of those of key and value, and of the query's."""
+    """Return the launches of `weibull_prepare_kernel`, of dK and dV, and of dQ unless `in_one_pass`."""
     (b, h, m, d), n, dv, band = problem.query.shape, problem.key.shape[2], problem.value.shape[-1], problem.band
     shared = (problem.numbers[name] for name in ("log_alpha_shift", "slope", "log_beta", "log_cap"))
     prepare = prepared(
@@ -228,11 +224,11 @@ def _backward_launches(
 
 
 class Plan:
-    """A problem with its launches, which are looked up once.
+    """A problem with its recorded launches.
 
     Attributes:
-        forward: Launches of the forward pass.
-        backward: Of the backward pass, by strides of its gradients and by whether it runs in one pass.
+        forward: Tape of the forward pass.
+        backward: Tapes of the backward pass, by gradient strides, `in_one_pass` and `need_prior_key`.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -257,7 +253,7 @@ def run_forward(
     seed: Tensor,
     weights: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, KL, and the memory of `kept_arrays`; with the weights of a network, ln Ψ is computed on the way."""
+    """Return output, KL and the memory of `kept_arrays`; given the weights of a prior network, compute ln Ψ too."""
     out = rows_first(query, query.shape[2], value.shape[-1])
     kept = query.new_empty(plan.kept.total, dtype=torch.float32)
     kl = query.new_empty(plan.kl_shape, dtype=torch.float32)
@@ -274,9 +270,9 @@ def _launch_forward(plan, query, key, value, prior, valid, seed, weights, out, k
     lse, clean, products, query_sums, row_sums, others, key_sums, alpha_sums, weight, own_prior = plan.kept.parts(kept)
     if problem.network is not None:
         prior = own_prior
-        # the logits are read before P_j is written
+        # the logits use the memory of P_j: they are read before P_j is written
         launch_prior(problem.key, problem.network, key, weights, valid, products, prior)
-    # an unused pointer still has to be valid
+    # unused pointers must still be valid
     attend(query, key, value, *optional_pointers(valid, None, seed), out, lse, clean, lse, lse, query_sums, row_sums)
     divergence(
         query, key, clean, lse, clean if prior is None else prior, clean if valid is None else valid, query_sums, row_sums,
@@ -294,10 +290,10 @@ def run_backward(
     weights: Sequence[Tensor] = (),
     need_prior_key: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and ln Ψ, from those of `run_forward`'s output and KL.
+    """Return the gradients of query, key, value and ln Ψ from those of `run_forward`'s output and KL.
 
-    With the weights of a network, the last is the gradient of all of them, one after the other; that of ln Ψ in the keys is
-    left out unless `need_prior_key`.
+    Given the weights of a prior network, the last gradient is that of all weights, concatenated, and the key gradient
+    includes the path through ln Ψ only if `need_prior_key`.
     """
     query, key, value, prior, valid, seed = inputs
     in_one_pass = one_pass(max(query.shape[-1], value.shape[-1]))

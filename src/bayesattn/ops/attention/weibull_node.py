@@ -1,4 +1,4 @@
-"""Weibull attention with its KL as one autograd node, which torch.compile sees as one operator."""
+"""Weibull attention with its KL as one autograd node, and as one operator for torch.compile."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,12 +25,16 @@ from bayesattn.ops.prior import launch as prior_launch
 from bayesattn.ops.prior.nodes import KeyPrior
 from bayesattn.ops.prior.triton import unflatten
 
-# the kernel multiplies four numbers of the size of α, which is Ψ or βΨ
+# the KL kernel multiplies four numbers of the size of α (Ψ or βΨ), which must not overflow
 LARGEST_ALPHA = 1e6
 
 
 def is_one_node(log_prior: Tensor | KeyPrior | None, allowed: Allowed, config: AttentionConfig) -> bool:
-    """Whether the mask depends on positions and keys only, and nothing is empty."""
+    """Return whether the node supports a call.
+
+    It needs Weibull noise, a mask that depends only on positions and keys, a float32 prior with α and β up to
+    `LARGEST_ALPHA`, and no empty axis.
+    """
     mask = allowed.mask
     return (
         config.family == "weibull"
@@ -53,7 +57,7 @@ def weibull_attention(
     scale: float,
     dropout: float,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"]]:
-    """Return the output of one sample and the KL of each example."""
+    """Return the output of one sample and the KL per example."""
     b, _, _, n = allowed.shape
     valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
     divergence, band = Divergence.of(config), Band(allowed.is_causal, allowed.window)
@@ -75,7 +79,7 @@ _NO_WEIGHTS = (None,) * 4
 
 
 class Kind(NamedTuple):
-    """The numbers and switches of a call."""
+    """The options of a call that are not tensors."""
 
     band: Band
     divergence: Divergence
@@ -95,19 +99,11 @@ def run(
     kind: Kind,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and KL.
+    """Return output and KL of query, key, value and seed as in `weibull_attention`.
 
-    Args:
-        query: As in `weibull_attention`, like key, value and seed.
-        key: As above.
-        value: As above.
-        log_prior: ln Ψ, if it is computed already.
-        weights: Of the network that computes it; otherwise four times None.
-        need_prior_key: Whether the network's keys get a gradient from it.
-        valid: Keys that exist, contiguous [b, 1, 1, n].
-        seed: As above.
-        kind: Numbers and switches.
-        plan: Of an earlier call with such tensors, to save the search for it.
+    The prior is given as ln Ψ (`log_prior`), as the `weights` of the network that computes it, or not at all; without a
+    network, `weights` is four times None. With `need_prior_key` the keys also get a gradient through the network. `valid`
+    marks the keys that exist, contiguous [b, 1, 1, n]. A `plan` of an earlier call with the same layouts saves the lookup.
     """
     return _WeibullAttention.apply(query, key, value, log_prior, *weights, need_prior_key, valid, seed, kind, plan)
 
@@ -115,7 +111,7 @@ def run(
 def plan_for(
     query: Tensor, key: Tensor, value: Tensor, prior: Tensor | None, w_in: Tensor | None, has_valid: bool, kind: Kind
 ) -> Plan:
-    """Return the plan of a call whose tensors are aligned."""
+    """Return the plan of a call with aligned tensors."""
     of_query, of_key, network = layout(query), layout(key), None
     if w_in is None:
         of_prior = layout(prior)
@@ -126,7 +122,7 @@ def plan_for(
 
 
 class _WeibullAttention(torch.autograd.Function):
-    """Query, key, value, and ln Ψ or the network that gives it, to output and KL."""
+    """Autograd node of output and KL; the prior is ln Ψ or the network that computes it."""
 
     @staticmethod
     def forward(
@@ -163,7 +159,7 @@ class _WeibullAttention(torch.autograd.Function):
             grad_prior, to_weights = None, unflatten(grad_prior, weights)
         elif grad_prior is not None and grad_prior.shape != ctx.prior_shape:
             grad_prior = grad_prior.sum_to_size(ctx.prior_shape)
-        # whether the prior's keys count, valid, seed, kind, plan
+        # none for need_prior_key, valid, seed, kind, plan
         return *grads, grad_prior, *to_weights, *([None] * 5)
 
 
@@ -180,14 +176,14 @@ def weibull_forward(
     is_causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_forward` as an operator for torch.compile, whose schema takes the numbers and names of `_problem_of`."""
+    """Call `run_forward` as an operator for torch.compile, with `numbers` and `forms` as in `_problem_of`."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
     plan = plan_of(_problem_of(inputs, numbers, forms, Band(is_causal, window)))
-    return run_forward(plan, *inputs)  # type: ignore[call-issue]  (six, which are not counted)
+    return run_forward(plan, *inputs)  # type: ignore[call-issue]  (six inputs)
 
 
 def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str, band: Band) -> Problem:
-    """Return the problem from the divergence's three numbers, strength, scale and dropout, and its three forms."""
+    """Return the problem of the numbers (k, β, α, strength, scale, dropout) and the three forms of `Divergence`."""
     weibull_k, gamma_beta, gamma_alpha, strength, scale, dropout = numbers
     query, key, value, prior, valid, seed = inputs
     layouts = layout(query), layout(key), layout(value), layout(prior)
@@ -221,11 +217,11 @@ def weibull_backward(
     is_causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`run_backward` as an operator for torch.compile; without a prior its gradient is empty."""
+    """Call `run_backward` as an operator for torch.compile; without a prior, its gradient is empty."""
     inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
     problem = _problem_of(inputs, numbers, forms, Band(is_causal, window))
     *grads, grad_prior = run_backward(plan_of(problem), aligned(grad), grad_kl, inputs, queries_first(out), kept)
-    return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four)
+    return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four tensors)
 
 
 @weibull_backward.register_fake
