@@ -5,7 +5,7 @@ import torch
 from kernel_device import DEVICE, DTYPES, MARKS
 
 from bayesattn.ops.attention.statistics import row_statistics
-from bayesattn.ops.common.launch import LAUNCHES
+from bayesattn.ops.common.launch import LAUNCHES, recorded_launches
 
 pytestmark = MARKS
 
@@ -49,6 +49,16 @@ def test_kernel_is_the_dense_softmax(poisoned, sizes, is_causal, mask):
     expected = dense(query, key, positions=positions, **options)
     for found, exact in zip((rows.entropy, rows.largest, rows.keys, rows.share), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_programs_lie_on_the_axis_of_a_grid_that_does_not_end_at_65535():
+    query, key = torch.randn(3, 7, 131, 16, device=DEVICE), torch.randn(3, 7, 13, 16, device=DEVICE)
+    made = []
+    with recorded_launches(made):
+        row_statistics(query, key, mask=None, bias=None, is_causal=False, scale=1.0, softcap=None, positions=None)
+    ((launch, _),) = made
+    assert launch.grid[1:] == (1, 1)
+    assert launch.grid[0] % 21 == 0
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from bayesattn.ops.attention.band_sums import key_blocks
 from bayesattn.ops.common.draws import LN_2, LOG2_E, fast_exp2
-from bayesattn.ops.common.tiles import FULL_MASK, allowed_entries, edge_start, load_tile
+from bayesattn.ops.common.tiles import FULL_MASK, allowed_entries, block_and_head, edge_start, load_tile
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def statistics_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute entropy, largest weight, share on positions and number of keys of a block of queries."""
-    block, bh = tl.program_id(0), tl.program_id(1)
+    block, bh, _blocks = block_and_head(M, BM, CAUSAL)  # type: ignore[misc]
     head, batch = (bh % H).to(tl.int64), (bh // H).to(tl.int64)
     rm = block * BM + tl.arange(0, BM)
     rd = tl.arange(0, BD)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bayesattn.ops.attention.launch import aligned, blocks_of, padded, whole_rows
+from bayesattn.ops.attention.launch import aligned, grid_of, padded, whole_rows
 from bayesattn.ops.attention.statistics import Rows
 from bayesattn.ops.attention.statistics_kernels import statistics_kernel
 from bayesattn.ops.attention.support import INTERPRETED
@@ -41,7 +41,7 @@ def launch_statistics(
         0 if chosen is None or chosen.shape[0] == 1 else chosen.stride(0),
     )  # fmt: skip
     launch = prepared(
-        statistics_kernel, (blocks_of(m, bm), b * h), *strides, h, h // hk, m, n, d, float(scale), float(softcap or 1.0),
+        statistics_kernel, grid_of(m, bm, b * h), *strides, h, h // hk, m, n, d, float(scale), float(softcap or 1.0),
         BM=bm, BN=bn, BD=padded(d), CAUSAL=is_causal, HAS_MASK=has_mask, HAS_BIAS=bias is not None,
         HAS_POSITIONS=chosen is not None, SOFTCAP=softcap is not None, EVEN_D=d == padded(d),
         FAST=is_half and not INTERPRETED, PRECISION="tf32" if is_half else "ieee", num_warps=warps, num_stages=stages,
