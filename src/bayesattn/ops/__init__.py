@@ -1,1 +1,1 @@
-"""Operators: one folder each, with the plain-torch reference beside its faster backends."""
+"""The operators: `attention`, `segment` (attention on edges) and `prior`, and in `common` what their kernels share."""

@@ -1,4 +1,4 @@
-"""An error for custom backward passes that cannot be differentiated again."""
+"""A decorator for custom backward passes that have no second derivative."""
 
 import functools
 from collections.abc import Callable
@@ -14,18 +14,18 @@ _Result = TypeVar("_Result")
 def once_differentiable(
     backward: Callable[Concatenate[_Context, _Grads], _Result],
 ) -> Callable[Concatenate[_Context, _Grads], _Result]:
-    """Refuse `create_graph=True`.
+    """Make a backward pass raise an error under `create_graph=True`.
 
-    torch's decorator of this name raises only where the second derivative runs through the marked function alone. Where
-    another path leads to the same parameters, `torch.autograd.grad` silently leaves this one out.
+    torch's decorator of the same name raises only if the second derivative runs through the decorated function alone. If
+    another path leads to the same parameters, `torch.autograd.grad` silently omits this one.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: _Context, *grads: _Grads.args, **named: _Grads.kwargs) -> _Result:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: fused attention has first derivatives only. Use backend='reference'; for "
-                "nn.MultiheadAttention need_weights=True, for a transformers model attn_implementation='eager'"
+                "create_graph=True: fused attention has first derivatives only. Use backend='reference', or "
+                "need_weights=True in nn.MultiheadAttention, or attn_implementation='eager' in a transformers model"
             )
         return backward(ctx, *grads, **named)
 

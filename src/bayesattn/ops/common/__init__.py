@@ -1,1 +1,1 @@
-"""Shared by the kernels of attention, segments and priors: launching, precision, random draws, tiles."""
+"""Code that all Triton kernels share: random draws, tiles, launches and recorded launches."""

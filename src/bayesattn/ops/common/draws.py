@@ -1,7 +1,7 @@
-"""Random numbers inside a kernel: what `bayesattn.noise` specifies, tile by tile.
+"""Random numbers inside a kernel: the noise of `bayesattn.noise`, one tile at a time.
 
 Scores and noise are in units of log 2, because the hardware has exp2 and log2. A tile of scores is always [BM, BN],
-queries by keys, so that the eight draws of one Philox call fall into one thread in every kernel.
+queries by keys, so that in every kernel the eight draws of a Philox call belong to one thread.
 """
 
 import triton
@@ -18,7 +18,7 @@ DROPOUT_STREAM = tl.constexpr(1 << 31)
 
 @triton.jit
 def fast_log2(x, FAST: tl.constexpr):
-    """log2(x); tl.log2 is an accurate routine of a dozen instructions, the hardware's own has an absolute error of 2^-22."""
+    """Return log2(x); FAST is one instruction with an absolute error of 2^-22, tl.log2 a dozen accurate ones."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -27,7 +27,7 @@ def fast_log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def fast_exp2(x, FAST: tl.constexpr):
-    """2^x by the hardware."""
+    """Return 2^x; FAST is the hardware's instruction."""
     if FAST:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -36,7 +36,10 @@ def fast_exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def log2_of_minus_log2(x, FAST: tl.constexpr):
-    """log2(−log2(x)) in one piece: Triton's minus is a subtraction from zero, the hardware's logarithm negates for free."""
+    """Return log2(−log2(x)).
+
+    FAST is one piece of assembly, in which the negation is free. Triton's minus is a subtraction from zero.
+    """
     if FAST:
         return tl.inline_asm_elementwise(
             "{.reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 t, t; lg2.approx.ftz.f32 $0, t;}",
@@ -48,7 +51,7 @@ def log2_of_minus_log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def cos_sin(turns, FAST: tl.constexpr):
-    """Return cosine and sine of turns in (−1/2, 1/2), where the hardware's own are exact to 2^-20."""
+    """Return the cosine and sine of turns in (−1/2, 1/2), where the hardware's instructions are exact to 2^-20."""
     angle = turns * TWO_PI
     if FAST:
         cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
@@ -59,10 +62,10 @@ def cos_sin(turns, FAST: tl.constexpr):
 
 @triton.jit
 def uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
-    """Return (r + 1/2) / 2^16 for one half r of a word; `base` has the bits of 128.0.
+    """Return (r + 1/2) / 2^16 for one half r of a word; `base` holds the bits of 128.0.
 
-    As the last bits of its mantissa, r makes 128 + r / 2^16: a permutation of bytes, no conversion. A float32 holds that,
-    128 − 2^-17 and their difference exactly.
+    With r as its last bits, the mantissa of 128 becomes that of 128 + r / 2^16, by a byte permutation instead of a
+    conversion. This number, 128 − 2^-17 and their difference are exact in float32.
     """
     if FAST:
         if HIGH:
@@ -76,15 +79,15 @@ def uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
-    """Turn one word into the log2-noise of two neighboring keys."""
-    # 128.0, hidden from the compiler: it would write the constant into the instruction and fetch the permutation each time
+    """Return the log2-noise of two neighboring keys from one word."""
+    # 128.0, hidden from the compiler, which would put a constant into the instruction and load the permutation each time
     base = tl.where(strength < 0, 0, 0x43000000).to(tl.uint32)
     low, high = uniform(word, base, False, FAST), uniform(word, base, True, FAST)
     if WEIBULL:
-        # log2 of E up to the factor ln 2, which a row shares
+        # log2(E / ln 2): the factor ln 2 is the same for a row and cancels
         return strength * log2_of_minus_log2(low, FAST), strength * log2_of_minus_log2(high, FAST)
     else:
-        # half a turn back, and both signs with it
+        # half a turn less flips both signs; the minus flips them back
         radius = tl.sqrt(fast_log2(low, FAST) * MINUS_2_LN_2) * -strength
         cos, sin = cos_sin(high - 0.5, FAST)
         return radius * cos, radius * sin
@@ -92,7 +95,7 @@ def draw(word, strength, WEIBULL: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _words(seed, rm, start_n, head, batch, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the four words of every Philox call of a tile: [BM, BN / 32, 4]."""
+    """Return the four words of a tile's Philox calls, each [BM, BN / 32, 4]."""
     calls = 4 * (start_n // 32 + tl.arange(0, BN // 32))[:, None] + tl.arange(0, 4)[None, :]
     zero = tl.zeros([BM, BN // 32, 4], tl.uint32)
     return tl.philox(
@@ -107,10 +110,10 @@ def _words(seed, rm, start_n, head, batch, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _as_tile(a0, a1, b0, b1, c0, c1, d0, d1, BM: tl.constexpr, BN: tl.constexpr):
-    """Put the numbers made from the halves of four words where their keys are.
+    """Arrange the numbers from both halves of four words in the order of their keys.
 
-    A call serves keys 32 g + 8 w + 2 t + half for its four words w and two halves: exactly those that one thread
-    holds of a row in the tensor cores' accumulator layout, so nothing has to be moved between threads.
+    Call t of group g serves keys 32 g + 8 w + 2 t + half, for its four words w and two halves. In the accumulator layout
+    of the tensor cores, one thread holds exactly these keys of a row, so no data moves between threads.
     """
     pairs = tl.join(tl.join(tl.join(a0, a1), tl.join(b0, b1)), tl.join(tl.join(c0, c1), tl.join(d0, d1)))
     # axes: row, g, t, half, low and high bit of w → row, (g, w, t, half)
@@ -121,7 +124,7 @@ def _as_tile(a0, a1, b0, b1, c0, c1, d0, d1, BM: tl.constexpr, BN: tl.constexpr)
 def noise_tile(
     seed, rm, start_n, head, batch, strength, BM: tl.constexpr, BN: tl.constexpr, WEIBULL: tl.constexpr, FAST: tl.constexpr
 ):
-    """Return the log2-noise of a tile, as `bayesattn.noise` specifies it."""
+    """Return the log2-noise of a tile, as specified in `bayesattn.noise`."""
     # Triton's type stub declares that calling a device function outside a kernel raises
     w0, w1, w2, w3 = _words(seed, rm, start_n, head, batch, BM, BN)  # type: ignore[misc]
     a0, a1 = draw(w0, strength, WEIBULL, FAST)
@@ -133,13 +136,13 @@ def noise_tile(
 
 @triton.jit
 def _kept(word, dropped, kept):
-    """Return the factors of two neighboring keys."""
+    """Return the dropout factors of two neighboring keys."""
     return tl.where((word & 0xFFFF) >= dropped, kept, 0.0), tl.where((word >> 16) >= dropped, kept, 0.0)
 
 
 @triton.jit
 def dropout_tile(seed, rm, start_n, head, batch, dropped, kept, BM: tl.constexpr, BN: tl.constexpr):
-    """Return what dropout multiplies the weights of a tile by: 0, or `kept`."""
+    """Return the dropout factors of a tile: 0 or `kept`."""
     w0, w1, w2, w3 = _words(  # type: ignore[misc]
         seed, rm, start_n, head, batch.to(tl.uint32) + DROPOUT_STREAM, BM, BN
     )

@@ -1,8 +1,8 @@
-"""Launch a Triton kernel, cheaply, and count it.
+"""Launch Triton kernels with little overhead, and count the launches.
 
-Triton inspects every argument of every launch to find the compiled kernel: for our forty arguments that takes longer than a
-short sequence keeps a GPU busy. Here all arguments but the pointers are prepared once (a `Launch`); a call finds its kernel
-by types and alignment of the pointers, and calls the compiled kernel's own launcher.
+At every launch Triton inspects every argument to find the compiled kernel. For our forty arguments this takes longer than a
+short sequence takes on a GPU. A `Launch` prepares all arguments except the pointers once. A call then finds the compiled
+kernel by the types and alignments of the pointers, and calls that kernel's own launcher.
 """
 
 import functools
@@ -19,18 +19,18 @@ from triton.runtime import driver
 
 from bayesattn.ops.attention.support import INTERPRETED
 
-# how often each kernel was launched, so that a test can prove which one ran
+# number of launches per kernel, so that a test can prove which one ran
 LAUNCHES: Counter[str] = Counter()
 
-# compiled kernels, by what they were compiled for
+# compiled kernels by what they are specialized for
 _COMPILED: dict[tuple, Any] = {}
-# launches that `prepared` keeps: enough for the lengths of a data set, times the kernels
+# launches that `prepared` caches: enough for every kernel with all sequence lengths of a data set
 _MOST = 8192
 _LARGEST_INT32 = 2**31 - 1
 
 
 class _Local(threading.local):
-    # where the launches of this thread are noted (`recorded_launches`)
+    # list of this thread's launches inside `recorded_launches`
     made: "list[tuple[Launch, tuple[Tensor | None, ...]]] | None" = None
 
 
@@ -38,26 +38,26 @@ _local = _Local()
 
 
 class Launch:
-    """A kernel with everything but its pointers; calling it with them launches it on the device of the first.
+    """A kernel with all arguments except its pointers; call it with these to launch it on the first one's device.
 
     Args:
-        kernel: What `triton.jit` returned. It takes pointers first, then numbers, then constants.
-        grid: How many programs, on up to three axes.
+        kernel: A `triton.jit` function that takes pointers first, then numbers, then constants.
+        grid: Number of programs on up to three axes.
         numbers: The arguments after the pointers, by position.
-        constants: The rest by name, and `num_warps` or `num_stages`.
+        constants: The remaining arguments by name, and options such as `num_warps`.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple, constants: dict[str, object]) -> None:
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.name = kernel.fn.__name__.removesuffix("_kernel")
         self.grid = grid + (1,) * (3 - len(grid))
-        # a compiled kernel takes everything by position, constants too; options are not arguments
+        # a compiled kernel takes all arguments by position, constants included; options are not arguments
         self.rest = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
         self._kind = (kernel.fn, *constants.items(), *map(_specialization, numbers))
         self._found: dict[tuple, Any] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        """Launch the kernel and count it under its name without `_kernel`."""
+        """Launch the kernel, counted under its name without `_kernel`."""
         LAUNCHES[self.name] += 1
         if _local.made is not None:
             _local.made.append((self, pointers))
@@ -72,14 +72,14 @@ class Launch:
             self._launch(pointers, device.index)
 
     def compiled(self, pointers: tuple[Tensor | None, ...]) -> Any:
-        """Return the kernel that was compiled for such pointers, or None."""
+        """Return the kernel compiled for such pointers, or None."""
         device = pointers[0].device  # type: ignore[union-attr]
         return _COMPILED.get(
             (self._kind, _facts(pointers, [None if x is None else x.data_ptr() for x in pointers], device.index))
         )
 
     def _launch(self, pointers: tuple[Tensor | None, ...], index: int | None) -> None:
-        # an address saves Triton's launcher a method call and a driver query per pointer
+        # for tensors, Triton's launcher would make a method call and a driver query per pointer
         addresses = [None if x is None else x.data_ptr() for x in pointers]
         facts = _facts(pointers, addresses, index)
         compiled = self._found.get(facts)
@@ -99,9 +99,10 @@ class Launch:
 
 
 def _facts(pointers: tuple[Tensor | None, ...], addresses: list[int | None], index: int | None) -> tuple:
-    """Return what Triton compiles for (the type of a pointer, whether it is a multiple of sixteen bytes) and the device.
+    """Return the device, and each pointer's type, device and whether it is aligned to 16 bytes.
 
-    With another device the lookup fails, and Triton, which then gets the tensors, refuses it.
+    Triton specializes kernels for types and alignments. With a pointer on another device the lookup fails; Triton then gets
+    the tensors themselves and raises an error.
     """
     return (
         index,
@@ -112,13 +113,13 @@ def _facts(pointers: tuple[Tensor | None, ...], addresses: list[int | None], ind
 
 
 def current_stream(index: int | None) -> int:
-    """Return the handle of a device's current stream."""
+    """Return the handle of the device's current stream."""
     return driver.active.get_current_stream(index)  # type: ignore[attr-defined]  (every GPU's driver has it)
 
 
 @contextmanager
 def recorded_launches(made: list[tuple[Launch, tuple[Tensor | None, ...]]]) -> Iterator[None]:
-    """Append the launches of this thread to a list, with their pointers."""
+    """Append this thread's launches, with their pointers, to a list."""
     before, _local.made = _local.made, made
     try:
         yield
@@ -128,18 +129,18 @@ def recorded_launches(made: list[tuple[Launch, tuple[Tensor | None, ...]]]) -> I
 
 @functools.lru_cache(maxsize=_MOST, typed=True)
 def prepared(kernel: Any, grid: tuple[int, ...], *numbers: int | float | None, **constants: object) -> Launch:
-    """Return the launch of these arguments, cached by value and type: 2 and 2.0 differ."""
+    """Return the `Launch` with these arguments, cached by value and type: 2 and 2.0 differ."""
     return Launch(kernel, grid, numbers, constants)
 
 
 def is_observed() -> bool:
-    """Whether a profiler has launch hooks, which only Triton's own path calls."""
+    """Return whether a profiler has set launch hooks, which only Triton's own launch path calls."""
     hooks = knobs.runtime.launch_enter_hook
     return hooks is not None and bool(getattr(hooks, "calls", True))
 
 
 def _specialization(number: object) -> object:
-    """Return what Triton compiles for: the kind of a number, and whether an integer is 1 or a multiple of 16."""
+    """Return what Triton specializes for: a number's type; for an integer, whether it is 1, a multiple of 16, or long."""
     if type(number) is not int:
         return type(number)
     is_long = not -_LARGEST_INT32 <= number <= _LARGEST_INT32

@@ -1,8 +1,8 @@
-"""Launches of a piece of code, recorded once and replayed with other addresses.
+"""Record the kernel launches of a call, and replay them with the addresses of other arrays.
 
-An attention call makes two to five launches. Which kernels, grids and numbers depends on shapes and switches alone, so all
-of it is looked up once; a later call of the same kind only fills in where its arrays lie. That takes the host a few
-microseconds per launch instead of some twenty.
+An attention call makes two to five launches. Their kernels, grids and numbers depend only on shapes and switches, so they
+are looked up once. A later call of the same kind only fills in the addresses of its arrays. This takes the host a few
+microseconds per launch instead of about twenty.
 """
 
 import functools
@@ -18,7 +18,7 @@ from bayesattn.ops.common.launch import INTERPRETED, LAUNCHES, Launch, current_s
 
 
 class Tape:
-    """The launches of one kind of call: the same shapes, strides, types and switches.
+    """The launches of calls with the same shapes, strides, types and switches.
 
     Example:
         if not tape.replay(arrays):
@@ -28,18 +28,21 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        # of each launch: launcher, grid, kernel, which addresses, all other arguments
+        # per launch: launcher, grid, kernel, selection of addresses, all other arguments
         self._steps: list[tuple[Any, tuple[int, ...], tuple, operator.itemgetter, tuple]] | None = None
         self._device = -1
         self._names: list[str] = []
         self._parts: list[tuple[int, int]] = []
 
     def replay(self, arrays: Sequence[Tensor | None]) -> bool:
-        """Make the recorded launches with these arrays, or return False: nothing recorded, or something is different.
+        """Replay the recorded launches with these arrays, or launch nothing and return False if that is impossible.
+
+        It is impossible without a recording, with an array that is not aligned to 16 bytes, on a device other than the
+        recorded or the current one, and under a profiler.
 
         Args:
-            arrays: Everything that the launches read or write, in the order of the recording. Of an array of many parts, the
-                whole.
+            arrays: Every array that the launches read or write, in the order of the recording; the whole array where a
+                launch uses a part.
         """
         steps = self._steps
         if steps is None:
@@ -61,7 +64,7 @@ class Tape:
 
     @contextmanager
     def recording(self, arrays: Sequence[Tensor | None]) -> Iterator[None]:
-        """Record the launches that are made inside, for `replay`; where a kernel is compiled first, the next call is."""
+        """Record the launches inside the scope for `replay`, if all arrays are aligned and nothing is interpreted."""
         made: list[tuple[Launch, tuple[Tensor | None, ...]]] = []
         with recorded_launches(made):
             yield
@@ -75,7 +78,7 @@ class Tape:
             return
         found = [[None if x is None else _place(x, arrays) for x in pointers] for _, pointers in made]
         parts = list(dict.fromkeys(place for row in found for place in row if place is not None and place[1]))
-        # whole arrays, then parts of them, then None
+        # numbers of the addresses: first whole arrays, then parts of them, then None
         numbers: dict[Any, int] = {(i, 0): i for i in range(len(arrays))}
         numbers |= {part: len(arrays) + i for i, part in enumerate(parts)}
         numbers[None] = len(numbers)
@@ -93,13 +96,13 @@ class Tape:
 
 
 def _place(pointer: Tensor, arrays: Sequence[Tensor | None]) -> tuple[int, int]:
-    """Return which array a pointer is or is a part of, and at which byte it begins there."""
+    """Return the index of the array that contains `pointer`, and the byte at which `pointer` begins there."""
     for i, x in enumerate(arrays):
         if x is pointer:
             return i, 0
-    # inputs may lie in one piece of memory (queries and keys of one product), but those are given as they are
+    # inputs may share memory (queries and keys of one product), but launches get these unchanged, so they match above
     for i, x in enumerate(arrays):
         if x is not None and x.untyped_storage().data_ptr() == pointer.untyped_storage().data_ptr():
-            # an empty part has the address 0; nothing reads it, so it may begin anywhere
+            # an empty part has the address 0; nothing reads it, so any offset will do
             return i, pointer.data_ptr() - x.data_ptr() if pointer.numel() else 0
     raise RuntimeError(f"a launch has an array of shape {tuple(pointer.shape)} that is not among those of its tape; add it")

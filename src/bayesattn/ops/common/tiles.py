@@ -1,22 +1,23 @@
-"""Tiles of queries, keys, masks and rows inside a kernel: loading, and which entries exist."""
+"""Load tiles of queries, keys, masks and rows inside a kernel, and find out which entries exist."""
 
 import triton
 import triton.language as tl
 
-# HAS_MASK: 0, FULL_MASK, or KEY_MASK where all queries have the same keys
+# values of HAS_MASK: 0, FULL_MASK, or KEY_MASK if all queries have the same keys
 FULL_MASK, KEY_MASK = tl.constexpr(1), tl.constexpr(2)
 
 
-# keys of a mask that are read at once
+# keys of a mask read at once
 MASK_CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
 def block_and_head(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr = False):  # type: ignore[assignment]
-    """Return the block and the head of a program, and the number of blocks per head.
+    """Return a program's block and head, and the number of blocks per head.
 
-    Programs are on one axis, blocks first: the other axes of a grid end at 65,535, and there may be more heads. With
-    LAST_FIRST the last block of a head starts first: below a diagonal it is the longest, and short ones fill the end.
+    All programs are on one axis, blocks before heads, because the other axes of a grid end at 65,535 and there may be more
+    heads. With LAST_FIRST the last block of a head starts first: below a diagonal it is the longest, and shorter blocks can
+    fill the end.
     """
     program, blocks = tl.program_id(0), tl.cdiv(length, BLOCK)
     block = program % blocks
@@ -27,7 +28,7 @@ def block_and_head(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr = False
 
 @triton.jit
 def key_range(mask, stride, N):
-    """Return the first key of a mask of keys, the one after the last, and whether all between exist; 0, 0 if none does."""
+    """Return the first key that exists, the one after the last, and whether all in between exist; 0, 0 if none does."""
     lows, highs = tl.full([MASK_CHUNK], 2147483647, tl.int32), tl.zeros([MASK_CHUNK], tl.int32)
     counts = tl.zeros([MASK_CHUNK], tl.int32)
     for start in range(0, N, MASK_CHUNK):
@@ -43,7 +44,7 @@ def key_range(mask, stride, N):
 
 @triton.jit
 def edge_start(at, split, gap, SPLIT: tl.constexpr):
-    """Return where a tile at one of the two ends of a range starts: from `split` on it lies `gap` further on."""
+    """Return the start of a tile at either end of a range: positions from `split` on are moved by `gap`."""
     if SPLIT:
         at += tl.where(at < split, 0, gap)
     return at
@@ -51,7 +52,7 @@ def edge_start(at, split, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def saturated(x, DTYPE: tl.constexpr):
-    """Cast a gradient; float16, the only type that a KL's gradients may exceed, saturates at its largest number."""
+    """Cast a gradient to DTYPE; float16, the only type whose range a KL's gradients may exceed, saturates."""
     if DTYPE == tl.float16:  # noqa: SIM300  (not a constant but a parameter)
         x = tl.clamp(x, -65504.0, 65504.0, tl.PropagateNan.ALL)
     return x.to(DTYPE)
@@ -59,7 +60,7 @@ def saturated(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_band(rm, rn, window, WINDOW: tl.constexpr):
-    """Which entries are not in the future and, if there is a window, within the window of their query."""
+    """Return which entries are not in the future and, with WINDOW, are within their query's window."""
     inside = rm[:, None] >= rn[None, :]
     if WINDOW:
         inside = inside & (rm[:, None] < rn[None, :] + window)
@@ -71,7 +72,7 @@ def allowed_entries(
     rm, rn, M, N, mask, stride_mm, stride_mn, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, window=0,
     WINDOW: tl.constexpr = False,  # type: ignore[assignment]  (what Triton makes of it is one)
 ):  # fmt: skip
-    """Which entries of a tile exist: inside, not in the future, not before the window, not masked."""
+    """Return which entries of a tile exist: in range, not in the future, within the window, and not masked."""
     allowed = (rn < N)[None, :] & (rm < M)[:, None]
     if CAUSAL:
         allowed = allowed & in_band(rm, rn, window, WINDOW)
@@ -84,7 +85,7 @@ def allowed_entries(
 
 @triton.jit
 def load_tile(base, rows, stride, columns, limit, D, EVEN_ROWS: tl.constexpr, EVEN_D: tl.constexpr):
-    """Load a [rows, columns] tile; 0 outside."""
+    """Load a [rows, columns] tile, with 0 outside."""
     pointers = base + rows[:, None] * stride + columns[None, :]
     if EVEN_ROWS:
         if EVEN_D:
@@ -95,7 +96,7 @@ def load_tile(base, rows, stride, columns, limit, D, EVEN_ROWS: tl.constexpr, EV
 
 @triton.jit
 def load_rows(ROWS, row, inside, other, USE: tl.constexpr, EVEN: tl.constexpr = False):  # type: ignore[assignment]
-    """Load one number per row, or zeros where there is nothing to load; with EVEN every row exists."""
+    """Load one number per row, or return zeros without USE; with EVEN every row exists."""
     if not USE:
         return tl.zeros_like(inside).to(tl.float32)
     elif EVEN:

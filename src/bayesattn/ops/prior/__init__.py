@@ -1,1 +1,1 @@
-"""The contextual prior's network on a GPU: two launches forward, one backward, instead of some twenty."""
+"""The contextual prior's network on a GPU: two launches forward and one backward, instead of about twenty."""

@@ -1,7 +1,7 @@
 """Triton kernels of the contextual prior: Ψ = softmax_j(w₂ᵀ relu(W₁ᵀ k_j + b₁) + b₂) over the keys of a head (Sec. 3.3).
 
-All arithmetic has the precision of float32. Keys in bfloat16 stay as they are: a matrix of float32 is the sum of three of
-bfloat16, so three products on tensor cores, which add up in float32, are the exact one. Other keys get a plain product.
+All arithmetic has float32 precision. Keys in bfloat16 are not cast: a float32 matrix is the sum of three bfloat16 matrices,
+so three products on tensor cores, accumulated in float32, give the exact product. Other keys need one plain product.
 """
 
 import triton
@@ -12,7 +12,7 @@ from bayesattn.ops.common.tiles import block_and_head
 
 @triton.jit
 def _network(W1, B1, W2, network, rd, rh, D, HIDDEN):
-    """Return W₁, b₁ and w₂ of a network in float32; 0 outside of their sizes."""
+    """Return W₁, b₁ and w₂ of a network in float32, padded with 0."""
     inside = (rd < D)[:, None] & (rh < HIDDEN)[None, :]
     w1 = tl.load(W1 + network * D * HIDDEN + rd[:, None] * HIDDEN + rh[None, :], mask=inside, other=0.0)
     b1 = tl.load(B1 + network * HIDDEN + rh, mask=rh < HIDDEN, other=0.0)
@@ -22,7 +22,7 @@ def _network(W1, B1, W2, network, rd, rh, D, HIDDEN):
 
 @triton.jit
 def _keys(keys, rn, rd, stride_kn, N, D):
-    """Return a block of keys, in bfloat16 or float32; 0 outside of its sizes."""
+    """Return a block of keys in bfloat16 or float32, padded with 0."""
     inside = (rn < N)[:, None] & (rd < D)[None, :]
     k = tl.load(keys + rn[:, None] * stride_kn + rd[None, :], mask=inside, other=0.0)
     return k if k.dtype == tl.bfloat16 else k.to(tl.float32)
@@ -30,7 +30,7 @@ def _keys(keys, rn, rd, stride_kn, N, D):
 
 @triton.jit
 def _parts(x):
-    """Return three matrices of bfloat16, each the rounding error of those before it: their sum is x."""
+    """Split x into three bfloat16 matrices, whose sum is x: each rounds what the ones before it leave over."""
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -39,7 +39,7 @@ def _parts(x):
 
 @triton.jit
 def _dot(a, b, total, WIDEN: tl.constexpr):
-    """Return a · b + total; WIDEN in Triton's interpreter, which cannot multiply bfloat16."""
+    """Return a · b + total; WIDEN is for Triton's interpreter, which cannot multiply bfloat16."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -47,17 +47,17 @@ def _dot(a, b, total, WIDEN: tl.constexpr):
 
 @triton.jit
 def _product(keys, matrix, WIDEN: tl.constexpr):
-    """Return keys · matrix; the matrix is in float32."""
+    """Return keys · matrix for a float32 matrix."""
     if keys.dtype == tl.bfloat16:
         high, middle, low = _parts(matrix)  # type: ignore[misc]  (a jitted call's type is not known)
         return _dot(keys, high, _dot(keys, middle, _dot(keys, low, None, WIDEN), WIDEN), WIDEN)
-    else:  # Triton compiles what follows a return, too
+    else:  # needed, because Triton also compiles what follows a return
         return _dot(keys, matrix, None, False)
 
 
 @triton.jit
 def _product_for_keys(gradient, matrix, keys, WIDEN: tl.constexpr):
-    """Return gradient · matrix, to be rounded to the type of the keys: for bfloat16 the smallest parts are left out."""
+    """Return gradient · matrix, precise enough for the type of the keys: for bfloat16 without the smallest parts."""
     if keys.dtype == tl.bfloat16:
         high, middle, _ = _parts(gradient)  # type: ignore[misc]
         to_high, to_middle, _ = _parts(matrix)  # type: ignore[misc]
@@ -71,7 +71,7 @@ def prior_logits_kernel(
     K, W1, B1, W2, B2, LOGITS, stride_kb, stride_kh, stride_kn, H, NETWORKS, N, D, HIDDEN,
     BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Prior logits of one block of keys."""
+    """Compute the prior logits of one block of keys."""
     block, bh, _blocks = block_and_head(N, BN)  # type: ignore[misc]
     batch, head, network = (bh // H).to(tl.int64), (bh % H).to(tl.int64), (bh % H) % NETWORKS
     rn, rd, rh = block * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BH)
@@ -92,7 +92,7 @@ def _used(valid, r, N, HAS_VALID: tl.constexpr):
 
 @triton.jit
 def prior_softmax_kernel(LOGITS, VALID, OUT, stride_vb, stride_vh, H, N, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr):
-    """ln Ψ of all keys of a head: −inf for a key that is not valid, 0 everywhere where none is."""
+    """Compute ln Ψ of all keys of a head: −inf for invalid keys, but 0 for all keys if none is valid."""
     bh = tl.program_id(0)
     row = bh.to(tl.int64) * N
     valid = VALID + (bh // H).to(tl.int64) * stride_vb + (bh % H).to(tl.int64) * stride_vh
@@ -122,10 +122,10 @@ def prior_grad_kernel(
     BN: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, HAS_VALID: tl.constexpr,
     HAS_TOTALS: tl.constexpr, NEED_KEY: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of every so-many-th block of a network's keys: dk_j, and a row of sums for W₁, b₁, w₂ and b₂.
+    """Compute the gradients of a program's share of a network's keys: dk_j, and a row of sums for W₁, b₁, w₂ and b₂.
 
-    Few programs with many blocks each, because a program's sums meet those of the others in memory. A head's Σ d ln Ψ is
-    added up anew for each of its blocks, unless there are so many that it is given.
+    There are few programs with many blocks of keys each, because the rows of sums are added up through memory. Every block
+    computes its head's Σ d ln Ψ again, unless HAS_TOTALS: with very many keys the sum is passed in.
     """
     network = tl.program_id(1)
     rd, rh = tl.arange(0, BD), tl.arange(0, BH)
@@ -161,7 +161,7 @@ def prior_grad_kernel(
             grad_key = _product_for_keys(grad_hidden, tl.trans(w1), k, WIDEN)
             pointers = GRAD_K + (row + rn)[:, None] * D + rd[None, :]
             tl.store(pointers, grad_key.to(GRAD_K.dtype.element_ty), mask=(rn < N)[:, None] & (rd < D)[None, :])
-    # a row: W₁ of all networks, then b₁, w₂, and b₂, which cancels in the softmax
+    # a row of sums: W₁ of all networks, then b₁, w₂ and b₂, which cancels in the softmax
     place, in_hidden = SUMS + tl.program_id(0) * stride_sum, rh < HIDDEN
     matrix = place + network * D * HIDDEN + rd[:, None] * HIDDEN + rh[None, :]
     tl.store(matrix, grad_w1, mask=(rd < D)[:, None] & in_hidden[None, :])

@@ -1,4 +1,4 @@
-"""How the contextual prior's kernels are launched, and their launches as a part of an attention call."""
+"""Launches of the contextual prior's kernels, also as part of an attention call."""
 
 import functools
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from bayesattn.ops.common.launch import Launch, prepared
 from bayesattn.ops.prior import kernels
 
 BLOCK_KEYS, BLOCK = 64, 256
-# a head with more keys than this (nodes of a graph) gets wide blocks for its one program, and its sum is computed once
+# with more keys per head than this (nodes of a graph), the softmax's program gets wide blocks, and Σ d ln Ψ is computed once
 MANY_KEYS, WIDE_BLOCK = 8192, 4096
-# keys of a block and programs of the backward pass, which also holds its sums in registers: two or four programs for each
+# keys per block and number of programs of the backward pass, whose sums also occupy registers: two or four programs per
 # multiprocessor of a large GPU
 GRAD_KEYS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}
 PROGRAMS = {torch.bfloat16: 264, torch.float16: 512, torch.float32: 512}
@@ -22,7 +22,7 @@ PROGRAMS = {torch.bfloat16: 264, torch.float16: 512, torch.float32: 512}
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None) -> tuple[Launch, Launch]:
-    """Return the launches of the logits and of their log-softmax; `valid`: its strides over examples and heads."""
+    """Return the launches of the logits and of their log-softmax; `valid` is its strides over examples and heads."""
     b, h, n, d = key.shape
     logits = prepared(
         kernels.prior_logits_kernel, grid_of(n, BLOCK_KEYS, b * h), *key.strides[:3], h, networks, n, d, hidden,
@@ -39,7 +39,7 @@ def forward_launches(key: Layout, networks: int, hidden: int, valid: tuple[int, 
 def backward_launch(
     key: Layout, networks: int, hidden: int, valid: tuple[int, int] | None, grad: tuple[int, ...], need_key: bool
 ) -> tuple[Launch, tuple[int, int]]:
-    """Return the launch of all gradients, and rows and columns of the sums it fills; `grad`: the strides of ln Ψ's."""
+    """Return the launch of all gradients and the shape of its sums; `grad` is the strides of ln Ψ's gradient."""
     b, h, n, d = key.shape
     keys = GRAD_KEYS[key.dtype]
     items = b * (h // networks) * blocks_of(n, keys)
@@ -54,7 +54,7 @@ def backward_launch(
 
 
 def _shared(d: int, hidden: int) -> dict[str, int]:
-    """Return the constants of both kernels."""
+    """Return the constants that the kernels of both passes share."""
     return {"BD": padded(d), "BH": padded(hidden), "WIDEN": INTERPRETED}
 
 
@@ -67,16 +67,10 @@ def launch_prior(
     logits: Tensor,
     out: Tensor,
 ) -> None:
-    """Fill ln Ψ [b, h, n], for attention that computes it on the way.
+    """Write ln Ψ [b, h, n] into `out`, as part of an attention call.
 
-    Args:
-        layout: Of the keys.
-        network: How many networks there are, and their hidden width.
-        key: The keys.
-        weights: Contiguous weights of the networks.
-        valid: Keys that exist, contiguous [b, 1, 1, n]; None is all.
-        logits: Memory of the same size as ln Ψ.
-        out: What is filled.
+    `network` is the number of networks and their hidden width, `weights` are contiguous, `valid` is a contiguous mask
+    [b, 1, 1, n] of the keys that exist (None means all), and `logits` is memory of the size of ln Ψ.
     """
     compute, normalize = forward_launches(layout, *network, _shared_by_heads(layout, valid))
     compute(key, *weights, logits)
@@ -94,9 +88,10 @@ def launch_prior_gradient(
     grad_key: Tensor | None,
     sums: Tensor,
 ) -> None:
-    """Fill the gradient of the keys, if there is memory for it, and the rows that sum up to that of the networks.
+    """Write the keys' gradient into `grad_key`, unless that is None, and rows that add up to the networks' into `sums`.
 
-    Arguments are as for `launch_prior`; `grad` is the gradient of `out`, contiguous, and `sums` has `prior_sums_shape`.
+    `grad` is the contiguous gradient of `out`, and `sums` has the shape that `prior_sums_shape` returns. The other arguments
+    are those of `launch_prior`.
     """
     _, h, n, _ = layout.shape
     strides = (h * n, n, n, 1)
@@ -105,7 +100,7 @@ def launch_prior_gradient(
 
 
 def prior_sums_shape(layout: Layout, network: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of the sums behind the networks' gradient."""
+    """Return the shape of the rows that add up to the networks' gradient."""
     _, h, n, _ = layout.shape
     return backward_launch(layout, *network, None, (h * n, n, n, 1), False)[1]
 

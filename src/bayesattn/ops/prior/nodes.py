@@ -1,4 +1,4 @@
-"""The contextual prior, not yet computed: attention may do so in its own autograd node."""
+"""Inputs of a contextual prior that attention can compute in its own autograd node."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,9 @@ from torch import Tensor
 
 
 class NodePrior(NamedTuple):
-    """Keys and network whose kernels give ln Ψ of every node.
+    """Keys and network from which kernels compute ln Ψ of a graph's nodes.
 
-    Attributes:
-        key: Features of every node, split into heads.
-        weight_in: As in `priors.ContextualPrior`, like the next three.
-        bias_in: Of the hidden layer.
-        weight_out: From the hidden layer to the logit.
-        bias_out: Of the logit.
-        used: Nodes that are the source of some edge.
+    The weights are those of `priors.ContextualPrior`; `used` marks the nodes that are the source of some edge.
     """
 
     key: Float[Tensor, "n h d"]
@@ -26,20 +20,20 @@ class NodePrior(NamedTuple):
     used: Bool[Tensor, "1 1 n"]
 
     def log_prior(self) -> Float[Tensor, "n h"]:
-        """Return ln Ψ of every node, by an autograd node of its own."""
+        """Compute ln Ψ of every node in a separate autograd node."""
         from bayesattn.ops.prior import triton
 
         return triton.log_prior_of_nodes(*self)
 
 
 class KeyPrior(NamedTuple):
-    """Keys and network whose kernels give ln Ψ of every key.
+    """Keys and network from which kernels compute ln Ψ of every key.
 
     Attributes:
-        key: Features of every key, split into heads; those of the attention call itself.
-        weights: W₁, b₁, W₂ and b₂, as in `priors.ContextualPrior`.
-        valid: Keys that exist; None is all.
-        is_detached: Whether the keys get no gradient from it.
+        key: The keys of the attention call, split into heads.
+        weights: W₁, b₁, W₂ and b₂ of `priors.ContextualPrior`.
+        valid: Keys that exist; None means all.
+        is_detached: Whether the prior passes no gradient to the keys.
     """
 
     key: Float[Tensor, "b h n d"]
@@ -48,7 +42,7 @@ class KeyPrior(NamedTuple):
     is_detached: bool
 
     def log_prior(self) -> Float[Tensor, "b h 1 n"]:
-        """Return ln Ψ of every key, by an autograd node of its own."""
+        """Compute ln Ψ of every key in a separate autograd node."""
         from bayesattn.ops.prior import triton
 
         return triton.log_prior(self.key.detach() if self.is_detached else self.key, *self.weights, self.valid)

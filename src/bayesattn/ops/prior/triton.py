@@ -1,4 +1,4 @@
-"""The contextual prior as one autograd node over the kernels."""
+"""The contextual prior's kernels as one autograd node."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def log_prior(
     bias_out: Float[Tensor, "networks 1 1"],
     valid: Bool[Tensor, "#b #h n"] | None,
 ) -> Float[Tensor, "b h 1 n"]:
-    """Return ln Ψ of every key in float32, as `priors.ContextualPrior` defines it."""
+    """Return ln Ψ of every key in float32, as defined in `priors.ContextualPrior`."""
     run = log_prior_operator if torch.compiler.is_compiling() else _LogPrior.apply
     return run(key, weight_in, bias_in, weight_out, bias_out, valid)
 
@@ -34,7 +34,7 @@ def log_prior_of_nodes(
     bias_out: Float[Tensor, "networks 1 1"],
     used: Bool[Tensor, "1 1 n"],
 ) -> Float[Tensor, "n h"]:
-    """Return the same of a graph's nodes."""
+    """Return ln Ψ of every node of a graph in float32."""
     return _LogNodePrior.apply(key, weight_in, bias_in, weight_out, bias_out, used)
 
 
@@ -43,7 +43,7 @@ def _strides(valid: Tensor | None) -> tuple[int, int] | None:
 
 
 def _forward(key: Tensor, weights: Sequence[Tensor], valid: Tensor | None) -> Tensor:
-    """Return ln Ψ, outside of autograd, from aligned keys, contiguous weights, and the result of `_expanded` for `valid`."""
+    """Return ln Ψ, without autograd, from aligned keys, contiguous weights and the result of `_expanded`."""
     (b, h, n, _), (networks, _, hidden) = key.shape, weights[0].shape
     logits = key.new_empty((b, h, 1, n), dtype=torch.float32)
     out = torch.empty_like(logits)
@@ -63,14 +63,14 @@ def _expanded(valid: Tensor | None, key: Tensor) -> Tensor | None:
 def _backward(
     grad: Tensor, key: Tensor, weights: Sequence[Tensor], valid: Tensor | None, out: Tensor, need_key: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of the keys, if needed, and of the network, the latter one after the other."""
+    """Return the gradient of the keys (None if not needed), and those of the network's weights in one flat tensor."""
     networks, _, hidden = weights[0].shape
     grad_key = key.new_empty(key.shape) if need_key else None
     launch, shape = backward_launch(layout(key), networks, hidden, _strides(valid), grad.stride(), need_key)
     sums = out.new_empty(shape)
     totals = out
     if key.shape[2] > launching.MANY_KEYS:
-        # a masked key may have a gradient, which is dropped
+        # a masked key may have a gradient, which must not count
         totals = (grad if valid is None else grad.where(valid.unsqueeze(2), 0.0)).sum(dim=-1)
     launch(
         key, *weights[:3], out if valid is None else valid, out, grad, totals, key if grad_key is None else grad_key, sums
@@ -99,7 +99,7 @@ class _LogPrior(torch.autograd.Function):
 def log_prior_operator(
     key: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, valid: Tensor | None
 ) -> Tensor:
-    """`_LogPrior` as an operator for torch.compile."""
+    """Compute ln Ψ as an operator for torch.compile."""
     weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
     return _forward(aligned(key), weights, _expanded(valid, key))
 
@@ -121,7 +121,7 @@ def log_prior_backward(
     out: Tensor,
     need_key: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Its gradients, those of the network one after the other; that of keys is empty where it is not needed."""
+    """Return the result of `_backward`, with an empty tensor instead of None."""
     weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
     grad_key, flat = _backward(grad, aligned(key), weights, _expanded(valid, key), out, need_key)
     return key.new_empty(0) if grad_key is None else grad_key, flat
@@ -148,20 +148,20 @@ log_prior_operator.register_autograd(_differentiate, setup_context=_keep)
 
 
 def unflatten(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the gradients of the network from one array of all."""
-    # as torch does with the buckets of DDP: one call instead of five (a split and four views)
+    """Split a flat tensor into the gradients of the network's weights."""
+    # torch's function for DDP buckets is one call instead of five (a split and four views)
     grads = _unflatten_dense_tensors(flat, weights)
     return grads if weights[0].dtype == flat.dtype else [x.to(y.dtype) for x, y in zip(grads, weights, strict=True)]
 
 
 def _nodes_layout(key: Tensor) -> Layout:
-    """Return the layout of contiguous keys [nodes, heads, features] with their axes turned: one example, head by head."""
+    """Return the layout that reads contiguous keys [nodes, heads, features] as one example with heads first."""
     n, h, d = key.shape
     return Layout((1, h, n, d), (n * h * d, d, h * d, 1), key.dtype)
 
 
 def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tensor:
-    """Return ln Ψ [nodes, heads] from contiguous keys and weights, outside of autograd."""
+    """Return ln Ψ [nodes, heads] from contiguous keys and weights, without autograd."""
     n, h, _ = key.shape
     logits = key.new_empty((h, n), dtype=torch.float32)
     out = torch.empty_like(logits)
@@ -175,13 +175,13 @@ def nodes_forward(key: Tensor, weights: Sequence[Tensor], used: Tensor) -> Tenso
 def nodes_backward(
     key: Tensor, weights: Sequence[Tensor], used: Tensor, out: Tensor, grad: Tensor, need_key: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of keys [heads, nodes, features], if needed, and weights, given the inputs of `nodes_forward`."""
+    """Return the gradients of the keys [heads, nodes, features], None if not needed, and of the weights."""
     (n, h, d), (networks, _, hidden) = key.shape, weights[0].shape
     grad_key = key.new_empty((h, n, d)) if need_key else None
     strides = (0, grad.stride(1), 0, grad.stride(0))
     launch, shape = backward_launch(_nodes_layout(key), networks, hidden, (0, 0), strides, need_key)
     sums = out.new_empty(shape)
-    # a node without an edge has no gradient
+    # no mask, because the gradient of a node that is no edge's source is 0
     totals = grad.sum(dim=0) if n > launching.MANY_KEYS else out
     launch(key, *weights[:3], used, out, grad, totals, key if grad_key is None else grad_key, sums)
     return grad_key, *unflatten(sums.sum(dim=0), weights)

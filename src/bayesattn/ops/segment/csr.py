@@ -2,10 +2,10 @@
 
     sum over the edges of a node      S x, S the sparse 0/1 matrix (nodes × edges); its adjoint is the gather, and vice versa
     O = Σ_e W_e V_source(e)           one product with the sparse matrix of all heads, block by block (targets·h × sources·h)
-    dW_e = dO_target(e) · V_source(e) the same product sampled at its non-zeros;  dV = Wᵀ dO, by the edges sorted by source
+    dW_e = dO_target(e) · V_source(e) the dense product sampled at the non-zeros;  dV = Wᵀ dO, by the edges sorted by source
 
-So no message of all features is ever stored per edge, and nothing is scattered. Indices are 32-bit and built once per graph.
-`weighted_sum` runs on a GPU, too, where it stores messages only for the gradient of the weights.
+No array with features is stored per edge, and nothing is scattered. Indices are 32-bit and built once per graph.
+`weighted_sum` also runs on a GPU, where it stores features per edge only for the gradient of the weights.
 """
 
 import warnings
@@ -26,7 +26,7 @@ def _matrix(pointers: Tensor, columns: Tensor, values: Tensor, shape: tuple[int,
 
 
 def _silence_beta_warning() -> None:
-    """Make a first CSR tensor without a warning: torch warns once per process that they are in beta and unchecked."""
+    """Make a first CSR tensor with warnings off: torch warns once per process that these are in beta and unchecked."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support")
         warnings.filterwarnings("ignore", "Sparse invariant checks")
@@ -39,44 +39,44 @@ Side = Literal["source", "target"]
 
 
 def lift_source(x: Float[Tensor, "n *f"], edges: Edges) -> Float[Tensor, "e *f"]:
-    """Return x of every edge's source."""
+    """Return x at the source of each edge."""
     return _Lift.apply(x, edges, "source")
 
 
 def lift_target(x: Float[Tensor, "r *f"], edges: Edges) -> Float[Tensor, "e *f"]:
-    """Return x of every edge's target."""
+    """Return x at the target of each edge."""
     return _Lift.apply(x, edges, "target")
 
 
 def sum_by_source(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "n *f"]:
-    """Return the sum of x over the edges of every source; 0 where there is none."""
+    """Return the sum of x over the edges of each source; 0 without edges."""
     return _Sum.apply(x, edges, "source")
 
 
 def sum_by_target(x: Float[Tensor, "e *f"], edges: Edges) -> Float[Tensor, "r *f"]:
-    """Return the sum of x over the edges of every target; 0 where there is none."""
+    """Return the sum of x over the edges of each target; 0 without edges."""
     return _Sum.apply(x, edges, "target")
 
 
 def softmax(
     scores: Float[Tensor, "e h"], edges: Edges, log_noise: Float[Tensor, "e h"] | None = None
 ) -> Float[Tensor, "e h"]:
-    """Return exp(Φ_e + noise) divided by its sum over the edges of the same target; the noise is overwritten."""
+    """Return the softmax of Φ_e + noise over the edges of each target; the noise is overwritten."""
     return _Softmax.apply(scores, log_noise, edges)
 
 
 def logsumexp(scores: Float[Tensor, "e h"], edges: Edges) -> Float[Tensor, "r h"]:
-    """Return ln Σ exp Φ_e over the edges of every target; 0 where there is none."""
+    """Return ln Σ exp Φ_e over the edges of each target; 0 without edges."""
     return _LogSumExp.apply(scores, edges)
 
 
 def weighted_sum(weights: Float[Tensor, "e h"], value: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "r h d"]:
-    """Return O_i = Σ_e W_e V_source(e) over the edges of every target i."""
+    """Return O_i = Σ_e W_e V_source(e) over the edges of each target i."""
     return _WeightedSum.apply(weights, value, edges)
 
 
 def dot(query: Float[Tensor, "r h d"], key: Float[Tensor, "n h d"], edges: Edges) -> Float[Tensor, "e h"]:
-    """Return q_target(e) · k_source(e) of every edge."""
+    """Return q_target(e) · k_source(e) of each edge."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return _Dot.apply(query.to(wide), key.to(wide), edges)
 
@@ -84,7 +84,7 @@ def dot(query: Float[Tensor, "r h d"], key: Float[Tensor, "n h d"], edges: Edges
 def dropout(weights: Float[Tensor, "e h"], p: float) -> Float[Tensor, "e h"]:
     """Set weights to 0 with probability p, rounded to a multiple of 2^-16, and scale the others to keep the mean.
 
-    torch's own takes several times as long, longer than drawing the weights.
+    torch's dropout takes several times as long, longer than drawing the weights.
     """
     threshold = min(round(p * 2**16), 2**16 - 1)
     e, h = weights.shape
@@ -179,14 +179,14 @@ class _Dot(torch.autograd.Function):
 
 
 def _to_targets(weights: Tensor, value: Tensor, edges: Edges) -> Tensor:
-    """Return Σ_e w_e x_source(e) of every target."""
+    """Return Σ_e w_e x_source(e) of each target."""
     (n, h, d), r = value.shape, edges.num_targets
     matrix = _matrix(*_blocks(edges, h), weights.T.reshape(-1), (h * r, n * h))
     return (matrix @ value.reshape(n * h, d)).view(h, r, d).transpose(0, 1).contiguous()
 
 
 def _to_sources(weights: Tensor, x: Tensor, edges: Edges) -> Tensor:
-    """Return Σ_e w_e x_target(e) of every source."""
+    """Return Σ_e w_e x_target(e) of each source."""
     (r, h, d), n = x.shape, edges.num_sources
     values = weights.index_select(0, edges.by_source).T.reshape(-1)
     matrix = _matrix(*_blocks_by_source(edges, h), values, (h * n, h * r))
@@ -194,10 +194,10 @@ def _to_sources(weights: Tensor, x: Tensor, edges: Edges) -> Tensor:
 
 
 def _dot(x: Tensor, value: Tensor, edges: Edges) -> Tensor:
-    """Return x_target(e) · v_source(e) of every edge: the dense product at the non-zeros of the weights."""
+    """Return x_target(e) · v_source(e) of each edge: the dense product at the non-zeros of the weights."""
     (r, h, d), n, e = x.shape, value.shape[0], len(edges)
     if x.is_cuda:
-        # two gathers and a sum: cheap compared with the scatter that the sparse products save a GPU
+        # two gathers and a sum: cheap compared with the scatter that sparse products replace on a GPU
         return (_lift(x, edges, "target") * _lift(value, edges, "source")).sum(dim=-1)
     pattern = _matrix(*_blocks(edges, h), x.new_zeros(h * e), (h * r, n * h))
     rows, columns = x.transpose(0, 1).reshape(h * r, d), value.reshape(n * h, d).T
@@ -209,25 +209,25 @@ def _lift(x: Tensor, edges: Edges, side: Side) -> Tensor:
 
 
 def _sum(x: Tensor, edges: Edges, side: Side) -> Tensor:
-    # sums are float32 or better, and the sparse products support nothing less
+    # sums are float32 or better; the sparse products support no narrower type
     wide = torch.promote_types(x.dtype, torch.float32)
     matrix = _sum_matrix(edges, side, wide)
     return (matrix @ x.to(wide).flatten(1)).to(x.dtype).view(matrix.shape[0], *x.shape[1:])
 
 
 def _softmax(scores: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
-    """Return the softmax, written over the scores, and the log-sum-exp."""
+    """Return the softmax, which overwrites the scores, and the log-sum-exp."""
     scores = scores.contiguous()
     largest = torch.sparse.mm(_sum_matrix(edges, "target", scores.dtype), scores, "amax")
     weights = scores.sub_(_lift(largest, edges, "target")).exp_()
     total = _sum(weights, edges, "target")
-    # rows without an edge: maximum 0 and total 0 above, log-sum-exp 0 as everywhere
+    # without edges a row's maximum and total are 0 here, and its log-sum-exp is 0, as in every backend
     total = total.masked_fill_(total == 0.0, 1.0)
     return weights.mul_(_lift(total.reciprocal(), edges, "target")), largest.add_(total.log())
 
 
 def _sum_matrix(edges: Edges, side: Side, dtype: torch.dtype) -> Tensor:
-    """Return S with S[node, edge] = 1."""
+    """Return S with S[node, edge] = 1 where the edge belongs to the node."""
 
     def build() -> Tensor:
         ones = torch.ones(len(edges), dtype=dtype)
@@ -240,7 +240,7 @@ def _sum_matrix(edges: Edges, side: Side, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(edges: Edges, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of all heads' weights as one matrix: row (h, target), column (source, h), edges head by head."""
+    """Return the indices of one matrix of all heads' weights: row (h, target), column (source, h), edges head by head."""
 
     def build() -> tuple[Tensor, Tensor]:
         head = torch.arange(heads, dtype=torch.int32, device=edges.source.device)

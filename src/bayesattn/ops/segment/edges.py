@@ -1,8 +1,8 @@
-"""The edges of a graph, sorted by target once: rows of a sparse attention matrix, in CSR form both ways.
+"""The edges of a graph, sorted by target once: a sparse attention matrix, in CSR form by target and by source.
 
-An edge e = (j → i) is one entry of the attention matrix: the target i attends, the source j is attended to. Sorted by
-target, the edges of a row lie together, so sums over them need no scatter. `order[p]` is the original number of the edge at
-position p; noise belongs to that number.
+An edge e = (j → i) is one entry of the attention matrix: target i attends to source j. Sorting by target makes the edges of
+a row consecutive, so sums over them need no scatter. `order[p]` is the original number of the edge at position p, which
+determines its noise.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,20 +18,20 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Edges of a graph; everything per edge (scores, weights) is in the order of `source` and `target`.
+    """Edges of a graph; scores, weights and other values per edge are in the order of `source` and `target`.
 
     Attributes:
-        source: Node that is attended to, of every edge.
-        target: Node that attends.
+        source: Source of each edge, the node that is attended to.
+        target: Target of each edge, the node that attends.
         num_sources: Number of nodes that may be sources.
         num_targets: Number of nodes that may be targets; the same nodes unless the graph is bipartite.
-        order: The original number of each edge; None where the edges are in their original order.
+        order: Original number of each edge; None if the edges are in their original order.
 
     Example:
         >>> edges = Edges.sort(torch.tensor([2, 0, 1]), torch.tensor([1, 0, 0]), 3, 3)  # 2 → 1, 0 → 0, 1 → 0
         >>> edges.target, edges.degree
         (tensor([0, 0, 1]), tensor([2, 1, 0]))
-        >>> edges.to_given(edges.source)  # back in the order that they were given in
+        >>> edges.to_given(edges.source)  # back in the original order
         tensor([2, 0, 1])
     """
 
@@ -52,10 +52,10 @@ class Edges:
         *,
         check: bool = True,
     ) -> "Edges":
-        """Sort the edges by target; unless `check` is False (it waits for the device), check their end points first.
+        """Check the end points of edges and sort by target; the check waits for the device, and `check=False` skips it.
 
         Raises:
-            ValueError: An end point is negative or not below the number of nodes on its side.
+            ValueError: An end point is negative, or not below the number of nodes on its side.
         """
         for name, nodes, limit in (("source", source, num_sources), ("target", target, num_targets)):
             if check and nodes.numel():
@@ -70,17 +70,17 @@ class Edges:
 
     @property
     def numbers(self) -> Int[Tensor, " e"]:
-        """The original numbers of the edges, to which their noise belongs."""
+        """Original number of each edge, which determines its noise."""
         return torch.arange(len(self), device=self.source.device) if self.order is None else self.order
 
     def memo(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return the cached result of `build` for `key`: index arrays of a backend live as long as the edges."""
+        """Return the result of `build`, cached under `key` for the lifetime of the edges."""
         if key not in self._memo:
             self._memo[key] = build()
         return self._memo[key]
 
     def from_given(self, x: Shaped[Tensor, "e *f"]) -> Shaped[Tensor, "e *f"]:
-        """Reorder values per edge from the original order into this one."""
+        """Reorder values per edge from the original order to that of `source` and `target`."""
         return x if self.order is None else x.index_select(0, self.order)
 
     def to_given(self, x: Shaped[Tensor, "e *f"]) -> Shaped[Tensor, "e *f"]:
@@ -98,7 +98,7 @@ class Edges:
 
     @property
     def target_pointers(self) -> Int32[Tensor, " r1"]:
-        """Position of the first edge of every target, and the number of edges; the edges must be sorted."""
+        """Position of each target's first edge, then the number of edges; the edges must be sorted."""
         return self.memo("target pointers", lambda: _pointers(self.target, self.num_targets))
 
     @property
@@ -108,17 +108,17 @@ class Edges:
 
     @property
     def source_pointers(self) -> Int32[Tensor, " n1"]:
-        """Where the edges of every source begin in `by_source`."""
+        """Position of each source's first edge in `by_source`, then the number of edges."""
         return self.memo("source pointers", lambda: _pointers(self.source[self.by_source], self.num_sources))
 
     @property
     def degree(self) -> Int[Tensor, " r"]:
-        """Number of edges of every target."""
+        """Number of edges into each target."""
         return self.memo("degree", lambda: _count(self.target, self.num_targets))
 
     @property
     def out_degree(self) -> Int[Tensor, " n"]:
-        """Number of edges of every source."""
+        """Number of edges out of each source."""
         return self.memo("out degree", lambda: _count(self.source, self.num_sources))
 
     @property

@@ -1,4 +1,4 @@
-"""Triton kernels between a node's features and its parts of GAT's scores, x · att_source and x · att_target, and back."""
+"""Triton kernels for a node's parts of GAT's scores, x · att_source and x · att_target, and for their gradients."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from bayesattn.ops.common.tiles import saturated
 def node_scores_kernel(
     FEATURES, ATT_SOURCE, ATT_TARGET, SOURCE, TARGET, ENTRIES, H, D, BLOCK: tl.constexpr, BD: tl.constexpr
 ):
-    """Both products of a block of [nodes, heads], numbered consecutively."""
+    """Compute both products for a block of the entries of [nodes, heads], which are numbered consecutively."""
     entry, rd = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD)
     inside = entry < ENTRIES
     mask = inside[:, None] & (rd < D)[None, :]
@@ -27,10 +27,10 @@ def node_grad_kernel(
     FEATURES, ATT_SOURCE, ATT_TARGET, GRAD_SOURCE, GRAD_TARGET, GRAD_KEY, GRAD_FEATURES, SUMS, N, H, D,
     BN: tl.constexpr, BC: tl.constexpr, HAS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of each program's share of the nodes, BC of their heads × features: dx, and a row of sums for both vectors.
+    """Compute the gradients of a program's share of the nodes, for BC of their heads × features.
 
-    dx is added to GRAD_FEATURES, which has it as that of the values; and where there is one, that of the prior's keys,
-    [heads, nodes, features], joins them.
+    dx is added to GRAD_FEATURES, which already holds the gradient of the features as values. With HAS_KEY, their gradient as
+    the prior's keys, [heads, nodes, features], is added too. Each program also writes a row of sums for both vectors.
     """
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     columns = H * D

@@ -1,9 +1,9 @@
-"""GAT's scores from the features of the nodes inside an autograd node, and the gradients back to them.
+"""GAT's scores from node features, inside an autograd node, and their gradients.
 
     Φ_e = leaky_relu(x_source(e) · att_source + x_target(e) · att_target)
 
-Written as torch operations the two products and their gradients are twelve of them, three more where x is also the value
-and the key of the prior. Here they are one launch each way and a sum.
+The two products and their gradients would be twelve torch operations, and three more where x is also the value and the
+prior's key. Here they are one launch each way and a sum.
 """
 
 import functools
@@ -18,12 +18,12 @@ from bayesattn.ops.segment.launch import node_blocks, prepare_blocks
 from bayesattn.ops.segment.pairs import FeatureScores, PairScores
 from bayesattn.precision import saturate
 
-# programs that add up the gradients of the two vectors, each over its own nodes: two for each multiprocessor of a large GPU
+# programs that add up the gradients of both vectors, each over its share of nodes: two per multiprocessor of a large GPU
 PROGRAMS = 264
 
 
 def parts(scores: Tensor | PairScores | FeatureScores) -> tuple[Tensor, Tensor | None, float | None, bool]:
-    """Return scores as arguments of an autograd node: one tensor or two, the slope, whether they are vectors of features."""
+    """Return scores as arguments of an autograd node: one or two tensors, the slope, and whether those are GAT's vectors."""
     if isinstance(scores, FeatureScores):
         return scores.att_source, scores.att_target, scores.negative_slope, True
     if isinstance(scores, PairScores):
@@ -34,9 +34,9 @@ def parts(scores: Tensor | PairScores | FeatureScores) -> tuple[Tensor, Tensor |
 def opened(
     first: Tensor, second: Tensor | None, negative_slope: float | None, of_features: bool, value: Tensor, num_edges: int
 ) -> tuple[Tensor, PairScores | None]:
-    """Return the scores of the edges, and the pair they are made of, from their parts.
+    """Return the scores of the edges, and the pair they are made of, from the result of `parts`.
 
-    Either the first part is the scores; or the scores are empty, for a kernel to write them.
+    Without a pair (None), `first` is the scores. With a pair, the scores are uninitialized, and a kernel writes them.
     """
     if second is None or negative_slope is None:
         return first.contiguous(), None
@@ -66,7 +66,7 @@ def _products(features: Tensor, att_source: Tensor, att_target: Tensor) -> tuple
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _grad_launch(n: int, h: int, d: int, has_key: bool) -> tuple[Launch, int]:
-    """Return the launch, and the number of rows it writes."""
+    """Return the launch for `gradients` and the number of rows that it writes."""
     sizes = node_blocks(h * d)
     rows = min(blocks_of(n, sizes["BN"]), PROGRAMS)
     grid = (rows, blocks_of(h * d, sizes["BC"]))
@@ -77,16 +77,10 @@ def gradients(
     features: Tensor, att_source: Tensor, att_target: Tensor, grad_source: Tensor, grad_target: Tensor, grad: Tensor,
     grad_key: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of both vectors and of the features, from those of a, b and of the other uses of the features.
+    """Return the gradients of both vectors and of the features, which must be contiguous.
 
-    Args:
-        features: Features of the nodes, contiguous.
-        att_source: GAT's vector for sources.
-        att_target: For targets.
-        grad_source: Gradient of a [nodes, heads].
-        grad_target: Gradient of b.
-        grad: Gradient of the features as values; written over.
-        grad_key: Gradient of the features as keys of the prior, in memory [heads, nodes, features].
+    `grad_source` and `grad_target` are the gradients of a and b, [nodes, heads]. `grad` is the gradient of the features as
+    values, and is overwritten. `grad_key` is their gradient as the prior's keys, in memory [heads, nodes, features].
     """
     n, h, d = features.shape
     if n == 0:

@@ -1,8 +1,8 @@
 """Triton kernels of stochastic attention on edges: one forward, one or two backward. README.md derives them.
 
-A program takes one run of edges with a common end (a target forward, a source backward; long rows are several runs) and
-HB heads of it. Tiles are [BE edges, HB heads] and [BE edges, HB heads, BD features]; scores, noise and log-sum-exps are
-in units of log 2, as in `ops/attention/draws.py`, from which the noise's arithmetic comes.
+A program processes HB heads of one run of edges with a common end (a target forward, a source backward; a long row is
+several runs). Tiles are [BE edges, HB heads] and [BE edges, HB heads, BD features]. The noise, whose arithmetic is in
+`ops/common/draws.py`, and the noisy log-sum-exp are in units of log 2; scores and the clean log-sum-exp are in nats.
 """
 
 import triton
@@ -14,9 +14,9 @@ from bayesattn.ops.common.draws import LN_2, LOG2_E, ROUNDS, draw, fast_exp2
 
 @triton.jit
 def _noise(seed, numbers, head, strength, BE: tl.constexpr, HB: tl.constexpr, WEIBULL: tl.constexpr, FAST: tl.constexpr):
-    """Return the log2-noise [BE, HB] of edges and of the heads from `head` on, as `draws.py` specifies it.
+    """Return the log2-noise [BE, HB] of edges and the heads from `head` on, as specified in `draws.py`.
 
-    One Philox call has the draws of eight heads; HB of them, a power of two up to 8 that divides `head`, are taken.
+    A Philox call makes the draws of eight heads, of which HB are used: a power of two up to 8 that divides `head`.
     """
     zero = tl.zeros([BE], tl.uint32)
     calls = zero + (4 * (head // 8)).to(tl.uint32)
@@ -52,7 +52,7 @@ def _gather(ROWS, node, heads, inside, H):
 
 @triton.jit
 def _prior(PRIOR, node, position, heads, inside, constant, H, KIND: tl.constexpr, BE: tl.constexpr, HB: tl.constexpr):
-    """Return α or μ of a tile: KIND 0 one number for all, 1 a row per source, 2 a row per edge."""
+    """Return α or μ of a tile, by KIND: 0 is one number for all, 1 a row per source, 2 a row per edge."""
     if KIND == 1:
         return _gather(PRIOR, node, heads, inside, H)
     elif KIND == 2:
@@ -69,10 +69,10 @@ def edge_forward_kernel(
     BE: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, WEIBULL: tl.constexpr, CLEAN: tl.constexpr,
     MOMENTS: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, SPLIT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target.
+    """Compute output, noisy and clean log-sum-exp and the KL's two moments of one run of edges into a target.
 
-    Where scores are made of a PAIR, they are stored for the backward pass. The clean log-sum-exp of a row without edges is
-    0; but where rows are SPLIT into runs, that of an empty run is −inf.
+    Scores made of a PAIR are stored for the backward pass. The clean log-sum-exp is 0 for a row without edges, but −inf for
+    an empty run where rows are SPLIT into runs.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -144,12 +144,12 @@ def edge_backward_kernel(
     MOMENTS: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, FUSED: tl.constexpr, RAW: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """dΦ of one run of edges out of a source, and what the run adds to the source's dV and prior gradient.
+    """Compute dΦ of one run of edges out of a source, and the run's part of the source's dV and prior gradient.
 
-    Every edge belongs to one run, so nothing is added atomically: dΦ_e is stored where the edge stands. Where the Weibull KL
-    is FUSED, the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores): GRAD_SECOND is that one
-    number, and GRAD_PRIOR becomes the gradient of ln α, c's own included. Where scores are made of a PAIR, what is stored
-    of an edge is the gradient of its sum.
+    Every edge belongs to one run, so nothing is atomic: dΦ_e is stored at the position of the edge. With a FUSED Weibull KL,
+    the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores). GRAD_SECOND then holds the one number
+    `pull`, and GRAD_PRIOR becomes the gradient of ln α, including that of c. For scores made of a PAIR, the gradient of the
+    sum before the LeakyReLU is stored instead of dΦ_e.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
@@ -227,7 +227,7 @@ def edge_backward_kernel(
 
 @triton.jit
 def _sum_of_run(X, POSITIONS, BEGIN, run, heads, H, IN_ORDER: tl.constexpr, BE: tl.constexpr, HB: tl.constexpr):
-    """Return the sum over the edges of a run, whose entries stand IN_ORDER or at POSITIONS."""
+    """Return the sum of X over the edges of a run, whose entries are IN_ORDER or at POSITIONS."""
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)
     acc = tl.zeros([BE, HB], tl.float32)
     for start in range(begin, end, BE):
@@ -242,7 +242,7 @@ def _sum_of_run(X, POSITIONS, BEGIN, run, heads, H, IN_ORDER: tl.constexpr, BE: 
 def edge_pair_grad_kernel(
     GRAD_SCORES, POSITIONS, BEGIN_SOURCE, BEGIN, GRAD_SOURCE, GRAD_TARGET, H, RUNS, BE: tl.constexpr, HB: tl.constexpr
 ):
-    """Sum of the gradients of one run of edges: the first RUNS programs take those out of sources, the others the rows."""
+    """Sum the gradients of one run of edges: out of a source in the first RUNS programs, into a target in the others."""
     run, heads = tl.program_id(0), tl.program_id(1) * HB + tl.arange(0, HB)
     if run < RUNS:
         total = _sum_of_run(GRAD_SCORES, POSITIONS, BEGIN_SOURCE, run, heads, H, False, BE, HB)

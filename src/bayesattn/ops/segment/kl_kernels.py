@@ -1,8 +1,8 @@
-"""Triton kernels of the Weibull KL on edges, and of what the backward pass starts from. README.md derives them.
+"""Triton kernels of the Weibull KL on edges, and of the inputs of the backward pass. README.md derives them.
 
-The formulas, and their arithmetic, are those of dense attention (`ops/attention/kl_kernels.py`): c of a key is one number
-per source and head here, weighted by the source's out-degree, and a row's mass comes from its log-sum-exp. Entries of
-[nodes, heads] are numbered consecutively; every program leaves one number, and their sum is the KL.
+The formulas and their arithmetic are those of dense attention (`ops/attention/kl_kernels.py`). Here c is one number per
+source and head, weighted by the source's out-degree, and a row's mass comes from its log-sum-exp. Entries of [nodes, heads]
+are numbered consecutively. Each program writes one number, and the sum of these is the KL.
 """
 
 import triton
@@ -13,7 +13,7 @@ from bayesattn.ops.attention.kl_kernels import key_term, row_mass, row_mass_slop
 
 @triton.jit
 def _weight(ROWS, weight, PER_ROW: tl.constexpr):
-    """Return what the KL is multiplied by: a number, over the number of rows if asked."""
+    """Return the factor of the KL: `weight`, with PER_ROW divided by the number of rows."""
     if PER_ROW:
         return weight / tl.maximum(tl.load(ROWS), 1).to(tl.float32)
     else:
@@ -25,7 +25,7 @@ def edge_alpha_kernel(
     LOG_PRIOR, BEGIN, ROWS, ALPHA, KL, stride_n, stride_h, ENTRIES, H, weight, log_alpha_shift, slope, constant,
     PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """α of every source and head from ln Ψ, 0 where no edge begins, and this program's share of Σ_j outdegree_j c_j."""
+    """Compute α of sources and heads from ln Ψ (0 for a source without edges), and a share of Σ_j outdegree_j c_j."""
     program = tl.program_id(0)
     entry = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < ENTRIES
@@ -44,10 +44,10 @@ def edge_kl_kernel(
     CLEAN_LSE, FIRST, SECOND, BEGIN, ROWS, KL, FIRST_SHARE, ENTRIES, H, weight, beta, log_beta, log_cap, cap, key_terms,
     RAW: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of Σ_i R_i − s_i (+ LSE_i a_i), the part of the KL that belongs to rows.
+    """Compute a share of Σ_i R_i − s_i (+ LSE_i a_i), the part of the KL that belongs to rows.
 
-    Where α is the same everywhere, the part that belongs to keys is a number, `key_terms`; else that is 0, and the shares
-    of `edge_alpha_kernel` come first.
+    If α is the same everywhere, `key_terms` is the part that belongs to keys. Otherwise `key_terms` is 0, and the shares of
+    `edge_alpha_kernel` come first in KL.
     """
     program = tl.program_id(0)
     entry = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def edge_prepare_kernel(
     OUT, GRAD, CLEAN_LSE, FIRST, GRAD_KL, ROWS, DELTA, GRAD_LSE, PULL, ENTRIES, D, weight, log_beta, log_cap,
     WITH_KL: tl.constexpr, RAW: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """δ_i = O_i · dO_i; with the KL also dLSE_i = pull R_i' or pull a_i, and pull, its gradient times its weight."""
+    """Compute δ_i = O_i · dO_i; with the KL also pull = dKL · weight, and dLSE_i = pull R_i' (RAW) or pull a_i."""
     program = tl.program_id(0)
     entry, rd = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD)
     inside = entry < ENTRIES

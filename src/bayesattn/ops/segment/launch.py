@@ -1,4 +1,4 @@
-"""How the kernels on edges are launched: tile sizes and runs of edges."""
+"""Tile sizes and runs of edges for the kernels on edges."""
 
 import torch
 from jaxtyping import Int32
@@ -7,14 +7,14 @@ from torch import Tensor
 from bayesattn.ops.attention.support import INTERPRETED
 from bayesattn.ops.segment.edges import Edges
 
-# a row with more edges than this is several runs, so that a hub is shared by many programs
+# a row with more edges than this is cut into runs, so that many programs share a hub
 LONGEST_RUN = 512
 
-# entries of a tile [edges, heads, features], and how many of them a warp takes: fewer where the output's row is long
+# entries of a tile [edges, heads, features], and of them per warp: half as many where a row of the output is long
 TILE = 1024
 ENTRIES_PER_WARP = 1024
 LONG_ROW = 64
-# entries of a tile of the kernels over nodes, [nodes, features], and of the sums over the edges of a node, [edges, heads]
+# entries of a tile [nodes, features] of the kernels over nodes, and [edges, heads] of the sums over the edges of a node
 NODE_TILE = 2048
 SUM_TILE = 256
 
@@ -22,7 +22,7 @@ Runs = tuple[Int32[Tensor, " s1"], Int32[Tensor, " s"]]
 
 
 def blocks(heads: int, features: int) -> dict[str, int]:
-    """Return tile sizes and warps: eight heads share a Philox call, and a tile has at least four edges."""
+    """Return tile sizes and warps: at most eight heads, which share a Philox call, and at least four edges."""
     bd = _power_of_two(features)
     hb = min(8, _power_of_two(heads))
     while hb > 1 and hb * bd > TILE // 4:
@@ -37,11 +37,11 @@ def _power_of_two(x: int) -> int:
 
 
 def runs(edges: Edges, side: str) -> Runs:
-    """Return where the runs of edges begin and which node each belongs to; with as many runs as nodes, each has one."""
+    """Return where each run of edges begins, and its node; if there are as many runs as nodes, each node has one."""
     pointers = edges.source_pointers if side == "source" else edges.target_pointers
 
     def build() -> Runs:
-        # the number of runs is bounded without reading the degrees, which a compiler cannot do
+        # `split_rows` bounds the number of runs without reading the degrees, which a compiled graph cannot do
         has_nodes = len(pointers) > 1
         if not has_nodes or (not torch.compiler.is_compiling() and int(pointers.diff().max()) <= LONGEST_RUN):
             return pointers, torch.arange(len(pointers) - 1, dtype=torch.int32, device=pointers.device)
@@ -51,7 +51,7 @@ def runs(edges: Edges, side: str) -> Runs:
 
 
 def split_rows(pointers: Int32[Tensor, " n1"], num_edges: int, longest: int) -> Runs:
-    """Cut every row into runs of at most `longest` edges; runs left over at the end are empty and go to the last row."""
+    """Cut each row into runs of at most `longest` edges; surplus runs at the end are empty and belong to the last row."""
     pieces = (-(-pointers.diff() // longest)).clamp(min=1)
     last = pieces.cumsum(0)
     count = pieces.shape[0] + num_edges // longest
@@ -65,18 +65,18 @@ def split_rows(pointers: Int32[Tensor, " n1"], num_edges: int, longest: int) -> 
 
 
 def kernel_constants(heads: int, features: int, dtype: torch.dtype, **switches: object) -> dict:
-    """Return the constants of a kernel: tile sizes, switches and precision."""
+    """Return a kernel's constants: tile sizes, switches and precision."""
     return {**blocks(heads, features), **switches, "FAST": dtype != torch.float32 and not INTERPRETED}
 
 
 def prepare_blocks(features: int) -> dict[str, int]:
-    """Return the tile of the kernel that multiplies rows of features."""
+    """Return the tile of the kernels that multiply rows of features."""
     bd = _power_of_two(features)
     return {"BLOCK": max(1, NODE_TILE // bd), "BD": bd}
 
 
 def node_blocks(columns: int) -> dict[str, int]:
-    """Return the tile of the kernel that adds up over nodes: nodes by a part of their heads × features."""
+    """Return the tile of the kernel that sums over nodes: nodes by a part of their heads × features."""
     bc = min(128, _power_of_two(columns))
     return {"BN": NODE_TILE // bc, "BC": bc}
 

@@ -2,8 +2,8 @@
 
     Φ_e = leaky_relu(a_source(e) + b_target(e))
 
-The kernels add them up where they need them, and sum their gradients over the edges of a node, so that no separate gathers
-and scatters are launched.
+The kernels add the parts where they are needed, and sum the gradients over the edges of each node, without separate gathers
+and scatters.
 """
 
 from types import ModuleType
@@ -20,9 +20,9 @@ class PairScores(NamedTuple):
     """The two parts of the scores of edges.
 
     Attributes:
-        source: a of every node that may be a source.
-        target: b of every node that may be a target.
-        negative_slope: Slope of the LeakyReLU; not negative, so that the sign of a score is that of the sum.
+        source: a of each node that may be a source.
+        target: b of each node that may be a target.
+        negative_slope: Slope of the LeakyReLU; at least 0, so that a score has the sign of its sum.
 
     Example:
         >>> import torch
@@ -38,21 +38,21 @@ class PairScores(NamedTuple):
     negative_slope: float
 
     def on_edges(self, edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
-        """Return Φ of every edge, by the gathers of `plain` or `csr`."""
-        # both are gathers of this call alone, and can be overwritten
+        """Return Φ of each edge, by the gathers of the module `plain` or `csr`."""
+        # both gathers are new tensors, so they can be overwritten
         scores = ops.lift_source(self.source, edges).add_(ops.lift_target(self.target, edges))
         return F.leaky_relu(scores, self.negative_slope, inplace=True)
 
 
 class FeatureScores(NamedTuple):
-    """Features that give both parts where sources and targets are the same nodes: a = x · att_source, b = x · att_target.
+    """Features for both parts if sources and targets are the same nodes: a = x · att_source, b = x · att_target.
 
     Attributes:
-        features: x of every node, split into heads; if the same tensor is also the value of the attention, the kernels
+        features: x of each node, split into heads; if the same tensor is also the value of the attention, the kernels
             compute the products.
         att_source: GAT's vector for sources.
-        att_target: For targets.
-        negative_slope: Slope of the LeakyReLU; not negative.
+        att_target: GAT's vector for targets.
+        negative_slope: Slope of the LeakyReLU, at least 0.
 
     Example:
         >>> import torch
@@ -69,10 +69,10 @@ class FeatureScores(NamedTuple):
     negative_slope: float
 
     def pair(self) -> PairScores:
-        """Return the products, by torch operations."""
+        """Return both products, computed by torch operations."""
         source, target = ((self.features * att).sum(dim=-1) for att in (self.att_source, self.att_target))
         return PairScores(source, target, self.negative_slope)
 
     def on_edges(self, edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
-        """Return Φ of every edge."""
+        """Return Φ of each edge, by torch operations and the gathers of `plain` or `csr`."""
         return self.pair().on_edges(edges, ops)

@@ -1,4 +1,4 @@
-"""The two passes over the edges of a graph: kernel launches, and rows merged again where they were split into runs."""
+"""The forward and backward pass over a graph's edges: kernel launches, and merging of rows that were split into runs."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ CONSTANT, PER_SOURCE, PER_EDGE = 0, 1, 2
 
 
 class Indices(NamedTuple):
-    """The kernels' view of a graph, with 32-bit indices; see `Edges` and `launch.runs`."""
+    """32-bit indices of a graph for the kernels; see `Edges` and `launch.runs`."""
 
     source: Tensor
     target: Tensor
@@ -34,7 +34,7 @@ class Indices(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Family and strength of the noise, and the prior: one number, or its kind."""
+    """Family and strength of the noise, and the prior's constant and kind."""
 
     weibull: bool
     strength: float
@@ -43,7 +43,7 @@ class Draw(NamedTuple):
 
 
 def indices_of(edges: Edges) -> Indices:
-    """Return the indices, which are cached as long as the edges live."""
+    """Return the indices, cached for the lifetime of the edges."""
 
     def build() -> Indices:
         source, target, numbers = (x.to(torch.int32) for x in (edges.source, edges.target, edges.numbers))
@@ -77,15 +77,15 @@ def forward(
     need_moments: bool,
     pair: PairScores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return output in float32, noisy LSE (base 2), clean LSE and the two moments; what is not needed is empty.
+    """Return output in float32, noisy LSE (base 2), clean LSE and both moments; results that are not needed are empty.
 
-    With a pair, the scores are made of it, and written into `scores`.
+    With a pair, the scores are computed from it and written into `scores`.
     """
     h, d = value.shape[1:]
     begin, nodes, num_targets = indices.begin, indices.nodes, indices.num_targets
     num_runs = begin.shape[0] - 1
     is_split = num_runs != num_targets
-    # δ = O · dO of the backward pass must not inherit a rounding of O to sixteen bits
+    # float32, because δ = O · dO of the backward pass must not inherit a rounding of O to sixteen bits
     out = value.new_empty((num_runs, h, d), dtype=torch.float32)
     lse = scores.new_empty((num_runs, h))
     clean, first, second = (
@@ -102,7 +102,7 @@ def forward(
         lse = rows
         if need_lse:
             clean = _merge(clean * math.log2(math.e), nodes, num_targets) * math.log(2.0)
-            # a row without an edge is 0, as everywhere; no edge reads it
+            # 0 for a row without edges, as in every backend; no edge reads it
             clean = torch.where(clean == -math.inf, 0.0, clean)
         if need_moments:
             first, second = (_add_runs(x, nodes, num_targets) for x in (first, second))
@@ -110,7 +110,7 @@ def forward(
 
 
 def _merge(lse: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
-    """Return log2 Σ 2^lse over the runs of each node; −inf where there is nothing."""
+    """Return log2 Σ 2^lse over the runs of each node; −inf for a node without edges."""
     index = nodes.long()[:, None].expand_as(lse)
     top = lse.new_full((num_rows, lse.shape[1]), -math.inf).scatter_reduce(0, index, lse, "amax")
     shift = torch.where(top == -math.inf, 0.0, top)
@@ -122,7 +122,7 @@ def _add_runs(x: Tensor, nodes: Tensor, num_rows: int) -> Tensor:
 
 
 class Divergent(NamedTuple):
-    """Inputs for a KL that the backward pass differentiates itself; `edge_prepare_kernel` documents them."""
+    """Numbers and switches of a KL that the backward kernels differentiate themselves."""
 
     slope: float
     log_beta: float
@@ -151,15 +151,15 @@ def prepare(
     grad_kl: Tensor | None = None,
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return δ = O · dO of every row; with a KL the gradient of the clean LSEs and `pull`, else unused."""
+    """Return δ = O · dO of each row; with a KL also the gradient of the clean LSE and `pull`, else placeholders."""
     n, h, d = out.shape
     delta = out.new_empty((n, h))
-    # an unused pointer still has to be valid; without a row `pull` is never written, and the prior's gradient is a multiple
-    # of it
+    # placeholders, because an unused pointer must be valid; without rows no kernel writes `pull`, but the prior's gradient
+    # is a multiple of it
     grad_lse, pull = delta, delta
     if divergent is not None:
         grad_lse, pull = torch.empty_like(delta), out.new_empty(1) if n else out.new_zeros(1)
-    # an unused pointer still has to be valid
+    # here, too, an unused pointer must be valid
     read = [out if x is None else x for x in (clean, first, grad_kl, num_rows)]
     if out.numel():
         _prepare_launch(n * h, d, divergent)(out, grad, *read, delta, grad_lse, pull)
@@ -202,10 +202,11 @@ def backward(
     divergent: Divergent | None = None,
     negative_slope: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return the gradients of the scores, values and prior (empty without one; of ln α where the KL is differentiated here).
+    """Return two gradients for the scores, one for the values and one for the prior.
 
-    Of the scores there are two where they are made of a pair, whose `negative_slope` is given; else the second is None.
-    `rows`: the gradients of the clean LSE and of the moments, or of the LSE, nothing and `pull`.
+    The second is None unless the scores are made of a pair, whose `negative_slope` is then given. The last is empty without
+    a prior, and with `divergent` it is that of ln α. `rows` holds the gradients of the clean LSE and of both moments; with
+    `divergent`, the gradient of the clean LSE, None and `pull`.
     """
     begin, nodes = indices.begin_source, indices.nodes_source
     (n, h, d), num_runs = value.shape, begin.shape[0] - 1
@@ -229,7 +230,7 @@ def backward(
 
 
 def _pair_gradients(grad_scores: Tensor, indices: Indices, num_sources: int) -> tuple[Tensor, Tensor]:
-    """Return the sums of the edges' gradients over those of each source and of each target."""
+    """Return the edges' gradients summed over each source and over each target."""
     h = grad_scores.shape[1]
     num_source_runs, num_runs = indices.begin_source.shape[0] - 1, indices.begin.shape[0] - 1
     source, target = grad_scores.new_empty((num_source_runs, h)), grad_scores.new_empty((num_runs, h))

@@ -1,8 +1,8 @@
 """Stochastic attention on edges: scores → noise → softmax over each target's edges → weighted sum, and the KL.
 
-With the adjacency matrix as mask `ops/attention` computes the same thing densely, and every convention here is that
-package's: float32 or better, Φ, the four options of the config, targets without an edge count nowhere. The formulas are
-written once, in terms of a few sums and gathers; `plain` has them for any device and order of the edges, `csr` for a CPU.
+With the adjacency matrix as its mask, `ops/attention` computes the same result densely. The conventions are the same, too:
+float32 or better, Φ, the four forms of the config, and targets without edges do not count. The formulas are written once, in
+terms of a few sums and gathers from `plain`, for any device and order of edges, or from `csr`, for a CPU.
 """
 
 import math
@@ -30,10 +30,10 @@ class EdgeAttention(NamedTuple):
     """The result of attention on edges.
 
     Attributes:
-        output: Features of every target; 0 where it has no edge.
-        weights: Sampled weights of the edges; None where a kernel never stored them.
+        output: Features of each target; 0 for a target without edges.
+        weights: Weights of the edges; None if a kernel did not store them.
         dropped: The weights after dropout.
-        kl: KL of the graph, one entry; None if it was not requested.
+        kl: KL of the graph, as one entry; None if it was not requested.
 
     Example:
         >>> from bayesattn.functional import edge_attention
@@ -64,7 +64,7 @@ def attention(
     dropout_p: float,
     ops: ModuleType = plain,
 ) -> EdgeAttention:
-    """Return output, weights and KL of one draw, or of the mean."""
+    """Return output, weights and KL of one draw or, without `sample`, of the posterior mean."""
     phi = upcast(scores)
     weights = sample_weights(phi, edges, seed, config, ops) if sample else ops.softmax(phi, edges)
     dropped = ops.dropout(weights, dropout_p) if dropout_p > 0.0 else weights
@@ -76,7 +76,7 @@ def attention(
 def sample_weights(
     scores: Float[Tensor, "e h"], edges: Edges, seed: noise.Seed | None, config: AttentionConfig, ops: ModuleType = plain
 ) -> Float[Tensor, "e h"]:
-    """Draw W = softmax over the edges of a target of Φ + ln E / k or Φ + σ_q ε."""
+    """Draw W, the softmax of Φ + ln E / k or Φ + σ_q ε over the edges of each target."""
     return ops.softmax(scores, edges, edge_log_noise(seed, edges.numbers, scores.shape[1], config, scores.dtype))
 
 
@@ -90,13 +90,9 @@ def kl_total(
 ) -> Float[Tensor, " 1"]:
     """Return KL(q(S) ‖ p(S)) of the whole graph, reduced as `config.kl_reduction` says; one entry: a graph is one example.
 
-    Args:
-        scores: Φ before any normalization.
-        log_prior: ln Ψ of every source, normalized over the graph; None for a fixed prior.
-        edges: The graph.
-        config: Family, prior and conventions.
-        prior_scope: Whether Ψ is a softmax over all sources of the graph or over those of each target.
-        ops: `plain` or `csr`.
+    `scores` is Φ before any normalization. `log_prior` is ln Ψ of each source, normalized over the graph, or None for a
+    fixed prior; `prior_scope` says whether to normalize it over the sources of each target instead. `ops` is `plain` or
+    `csr`.
     """
     return reduce_kl(kl_by_head(scores, log_prior, edges, config, prior_scope, ops).sum(), edges, scores.shape[1], config)
 
@@ -109,7 +105,7 @@ def kl_by_head(
     prior_scope: PriorScope = "graph",
     ops: ModuleType = plain,
 ) -> Float[Tensor, " h"]:
-    """Return the KL of every head, summed over the edges; arguments as for `kl_total`."""
+    """Return the KL of each head, summed over the edges; the arguments are those of `kl_total`."""
     lse = ops.logsumexp(scores, edges)
     phi = scores - ops.lift_target(lse, edges) if config.score_form == "log_softmax" else scores
     if log_prior is not None:
@@ -123,7 +119,7 @@ def kl_by_head(
 
 
 def edge_log_prior(log_prior: Float[Tensor, "n h"], edges: Edges, ops: ModuleType = plain) -> Float[Tensor, "e h"]:
-    """Return ln Ψ of every edge, normalized over the edges of its target; the normalization over the graph cancels."""
+    """Return ln Ψ of each edge, normalized over the edges of its target; the normalization over the graph cancels."""
     lifted = ops.lift_source(log_prior, edges)
     return lifted - ops.lift_target(ops.logsumexp(lifted, edges), edges)
 
@@ -136,7 +132,7 @@ def log_alpha(log_prior: Float[Tensor, "x h"] | None, config: AttentionConfig, l
 
 
 def reduce_kl(kl: Float[Tensor, ""], edges: Edges, heads: int, config: AttentionConfig) -> Float[Tensor, " 1"]:
-    """Divide the KL of the graph as `config.kl_reduction` says: by nothing, by its rows or by its entries."""
+    """Divide the KL of the graph as `config.kl_reduction` says: by 1, or by its number of rows or entries in all heads."""
     if config.kl_reduction == "sum":
         return kl.view(1)
     rows = max(len(edges), 1) if config.kl_reduction == "mean" else edges.num_rows.clamp(min=1)
@@ -144,9 +140,9 @@ def reduce_kl(kl: Float[Tensor, ""], edges: Edges, heads: int, config: Attention
 
 
 def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig, ops) -> Tensor:
-    """Sum c − α Φ over the edges, for every head.
+    """Return Σ_e c_e − α_e Φ_e of each head.
 
-    With one α per source: Σ_j m_j c_j − α_j T_j, T_j = Σ Φ over the m_j edges of j.
+    With one α per source it is Σ_j m_j c_j − α_j T_j, where T_j = Σ Φ over the m_j edges of j.
     """
     constants = {"weibull_k": config.weibull_k, "gamma_beta": config.gamma_beta}
     if log_prior is None:
@@ -163,7 +159,7 @@ def _weibull_entries(phi, log_prior, prior_scope, edges: Edges, config: Attentio
 
 
 def weibull_rows(lse: Float[Tensor, "r h"], edges: Edges, config: AttentionConfig) -> Float[Tensor, " h"]:
-    """Sum β Σ_e exp Φ_e over the rows, for every head, from their log-sum-exp; with Φ = log-softmax every row's is β."""
+    """Return Σ_i β Σ_e exp Φ_e of each head, from the rows' log-sum-exp; a row's term is β if Φ is the log-softmax."""
     if config.score_form != "raw":
         return (config.gamma_beta * edges.num_rows.to(lse.dtype)).expand(lse.shape[1])
     rows = capped_exp(lse + math.log(config.gamma_beta))
@@ -171,7 +167,7 @@ def weibull_rows(lse: Float[Tensor, "r h"], edges: Edges, config: AttentionConfi
 
 
 def _location(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig, ops) -> Tensor:
-    """Return μ_p of every edge, or one for all."""
+    """Return μ_p of each edge, or one for all."""
     if log_prior is None:
         return phi.new_full((1, 1), config.mu_p)
     if prior_scope == "graph":
@@ -180,5 +176,5 @@ def _location(phi, log_prior, prior_scope, edges: Edges, config: AttentionConfig
 
 
 def zero_where_unused(log_prior: Float[Tensor, "n h"], edges: Edges) -> Float[Tensor, "n h"]:
-    """Replace ln Ψ = −inf of nodes that are no edge's source."""
+    """Replace ln Ψ = −inf of nodes that are no edge's source by 0."""
     return torch.where((edges.out_degree > 0)[:, None], log_prior, 0.0)

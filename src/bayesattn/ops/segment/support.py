@@ -1,4 +1,4 @@
-"""Which backend can run a call on edges, and if not, why: each function returns a reason, or an empty string."""
+"""Which backends can run a call on edges: each function returns why one cannot, or an empty string if it can."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from bayesattn.ops.segment.edges import Edges
 
 
 class EdgeCall(NamedTuple):
-    """The arguments of a call on edges that decide about backends."""
+    """The arguments of a call on edges that determine which backends can run it."""
 
     scores: Tensor
     value: Tensor
@@ -22,7 +22,7 @@ class EdgeCall(NamedTuple):
 
 
 def why_not_csr(call: EdgeCall) -> str:
-    """Sparse products on a CPU, outside compilers and function transforms, which cannot trace them."""
+    """Check for the sparse products: a CPU, and no compiler or function transform, which cannot trace them."""
     if call.scores.device.type != "cpu":
         return f"the tensors are on {call.scores.device.type}, not on the CPU"
     if call.scores.dtype not in (torch.float32, torch.float64):
@@ -33,7 +33,7 @@ def why_not_csr(call: EdgeCall) -> str:
 
 
 def why_not_triton(call: EdgeCall) -> str:
-    """The Triton kernels: a GPU (or Triton's interpreter), sampled weights, up to 256 features per head."""
+    """Check for the Triton kernels: a GPU (or Triton's interpreter), sampled weights, up to 256 features per head."""
     if not HAS_TRITON:
         return "triton is not installed"
     if call.scores.device.type != "cuda" and not INTERPRETED:

@@ -1,8 +1,8 @@
 """Stochastic attention on edges on a GPU: the Triton kernels as torch operators with gradients.
 
-The forward operator returns, beside the output, what the KL of either family needs: the log-sum-exp of every row's clean
-scores and two moments over its edges, Σ α and Σ α Φ (Weibull) or Σ (Φ − μ) and Σ (Φ − μ)² (lognormal). Their gradients
-flow back through the same kernel. Per edge there are the scores, their gradient and nothing with features.
+Besides the output, the forward operator returns the inputs of either family's KL: each row's clean log-sum-exp and two
+moments over its edges, Σ α and Σ α Φ (Weibull) or Σ (Φ − μ) and Σ (Φ − μ)² (lognormal). Their gradients flow back through
+the same backward kernel. No array per edge has features.
 """
 
 import math
@@ -45,7 +45,7 @@ def attention(
     need_kl: bool,
     need_weights: bool,
 ) -> EdgeAttention:
-    """Return output and KL of one draw, and its weights if needed, which then cost as much as the reference."""
+    """Return output and KL of one draw, and with `need_weights` its weights, which take as long as the reference."""
     if isinstance(scores, FeatureScores) and scores.features is not value:
         scores = scores.pair()
     if not isinstance(scores, Tensor) and (need_weights or torch.compiler.is_compiling()):
@@ -72,7 +72,7 @@ def _attention(
     seed: Tensor,
     need_kl: bool,
 ) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"] | None]:
-    """Return output and KL, the KL by torch operations on the kernels' results per row."""
+    """Return output and KL; torch operations compute the KL from the kernels' results per row."""
     is_weibull = config.family == "weibull"
     strength = 1.0 / config.weibull_k if is_weibull else config.sigma_q * math.log2(math.e)
     if log_prior is not None:
@@ -106,7 +106,7 @@ def _prior(log_prior: Tensor | None, config: AttentionConfig) -> tuple[Tensor | 
 
 
 def _weibull_total(first, second, lse, log_prior, kind: int, edges: Edges, config: AttentionConfig) -> Tensor:
-    """Σ_e c_e − Σ_i (Σ_e α Φ − LSE_i Σ_e α) + the rows' β Σ exp Φ; without LSE in the middle where Φ is the raw score."""
+    """Return Σ_e c_e − Σ_i (Σ_e α Φ − LSE_i Σ_e α) + Σ_i β Σ_e exp Φ; with raw scores, without LSE_i Σ_e α."""
     log_a = log_alpha(log_prior, config, first)
     key_term = weibull_gamma_key_term(log_a, weibull_k=config.weibull_k, gamma_beta=config.gamma_beta)
     if kind == CONSTANT:
@@ -118,7 +118,10 @@ def _weibull_total(first, second, lse, log_prior, kind: int, edges: Edges, confi
 
 
 def _lognormal_total(first, second, lse, log_prior, kind: int, edges: Edges, config: AttentionConfig) -> Tensor:
-    """Σ_e (Φ − μ − x)² = second − 2 x first + degree x² in every row, x = σ_q²/2 (+ LSE where Φ is the log-softmax)."""
+    """Return the lognormal KL of the whole graph before its reduction.
+
+    In each row Σ_e (Φ − μ − x)² = second − 2 x first + degree x², with x = σ_q²/2 (+ LSE if Φ is the log-softmax).
+    """
     shift = 0.5 * config.sigma_q**2 + (lse if config.score_form == "log_softmax" else 0.0)
     squares = second - 2.0 * shift * first + edges.degree[:, None] * shift**2
     constant = lognormal_constant(sigma_q=config.sigma_q, sigma_p=config.sigma_p)
@@ -146,14 +149,14 @@ def _forward(
     need_lse: bool,
     need_moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `passes.forward` returns."""
+    """Return the result of `passes.forward`."""
     indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
     draw = Draw(weibull, strength, constant, kind)
     prior = None if prior is None else prior.contiguous()
     return passes.forward(scores.contiguous(), value.contiguous(), prior, seed, indices, draw, need_lse, need_moments)
 
 
-# torch.compile sees one opaque operator; eager calls take the autograd function below, which costs less Python
+# torch.compile sees one opaque operator; eager calls use the autograd function below, which runs less Python
 edge_attention_forward = torch.library.custom_op("bayesattn::edge_attention_forward", _forward, mutates_args=())
 
 
@@ -209,7 +212,7 @@ def _backward(
     constant: float,
     kind: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of scores, values and prior (empty without one)."""
+    """Return the gradients of the scores, the values and the prior; the last is empty without a prior."""
     indices = Indices(source, target, numbers, by_source, begin, nodes, begin_source, nodes_source, num_targets)
     draw = Draw(weibull, strength, constant, kind)
     grad, prior = grad.contiguous(), None if prior is None else prior.contiguous()
@@ -239,7 +242,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _row_gradients(ctx, lse: Tensor, *gradients: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of the clean LSE and of the moments, zeros where there is none; None for what is not used."""
+    """Return the gradients of the clean LSE and of both moments: None if unused, zeros if autograd has none."""
     used = (ctx.need_lse, ctx.need_moments, ctx.need_moments)
     return [
         (torch.zeros_like(lse) if gradient is None else gradient) if is_used else None
@@ -260,7 +263,7 @@ edge_attention_forward.register_autograd(_operator_backward, setup_context=_setu
 
 
 class _FusedEdgeAttention(torch.autograd.Function):
-    """The same passes without the operator's dispatch; the scores may also be given as their parts."""
+    """The same passes without the operator's dispatch; it takes the scores as the result of `features.parts`."""
 
     @staticmethod
     def forward(ctx, first, second, slope, of_features, value, prior, seed, indices, draw, need_lse, need_moments):

@@ -1,8 +1,8 @@
-"""Weibull attention on edges with its KL by few kernels: three forward, two backward.
+"""Weibull attention on edges and its KL in few kernels: three forward, two backward.
 
-On a graph of about ten thousand nodes the host is the bottleneck: every torch operation, gradient and autograd node
-costs it more time than the GPU. The common case, a KL whose prior is one number or one number per source, therefore
-has kernels of its own and one autograd node (`weibull_node.py`). Everything else uses the torch operations of `triton.py`.
+On a graph of about ten thousand nodes the host is the bottleneck: each torch operation, gradient and autograd node takes it
+longer than the GPU. The common case, a KL whose prior is one number or one number per source, therefore has its own kernels
+and one autograd node (`weibull_node.py`). All other cases use the torch operations of `triton.py`.
 """
 
 import functools
@@ -20,12 +20,12 @@ from bayesattn.ops.segment import kl_kernels, passes
 from bayesattn.ops.segment.pairs import PairScores
 from bayesattn.ops.segment.passes import CONSTANT, PER_SOURCE, Divergent, Draw, Indices
 
-# entries of [nodes, heads] that a program of the KL's kernels takes
+# entries of [nodes, heads] per program of the KL's kernels
 BLOCK = 1024
 
 
 class Graph(NamedTuple):
-    """Indices of the passes, where every target's and every source's edges begin, and how many targets have any."""
+    """Indices of the passes, CSR pointers of targets and sources, and the number of targets with edges."""
 
     indices: Indices
     target_pointers: Tensor
@@ -34,7 +34,7 @@ class Graph(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Everything that the numbers and launches of a call depend on: they are built once per problem and then looked up."""
+    """Everything that determines the numbers and launches of a call, which are built once per problem and then looked up."""
 
     num_sources: int
     num_targets: int
@@ -45,17 +45,17 @@ class Problem(NamedTuple):
 
     @property
     def draw(self) -> Draw:
-        """The noise of the passes and their prior: α as a number or of every source."""
+        """Noise and prior of the passes: α is one number, or one per source."""
         given = self.divergence
         kind = CONSTANT if self.prior_strides is None else PER_SOURCE
         return Draw(True, 1.0 / given.weibull_k, given.gamma_alpha if kind == CONSTANT else 0.0, kind)
 
     @property
     def divergent(self) -> Divergent:
-        """The inputs of the backward pass."""
+        """Numbers and switches of the KL for the backward pass."""
         given = self.divergence
         numbers = given.numbers(self.prior_strides is not None)
-        # only the device has the number of rows with edges
+        # the kernels divide by the number of rows with edges, which is only on the device
         entries = {"sum": 1, "row_mean": self.heads, "mean": max(self.num_edges, 1) * self.heads}[given.reduction]
         return Divergent(
             slope=numbers["slope"],
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The result of `_plan` for a problem."""
+    """Noise, numbers and launches of a problem; these write `num_programs` shares of the KL, `num_alpha` of them for α."""
 
     draw: Draw
     divergent: Divergent
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES, typed=True)
 def _plan(problem: Problem) -> Plan:
-    """Return the launches of α and of the rows' KL, and how many numbers they write."""
+    """Build the plan of a problem, with the launches of α and of the rows' KL."""
     given, h, divergent = problem.divergence, problem.heads, problem.divergent
     numbers = given.numbers(problem.prior_strides is not None)
     alpha, num_alpha, key_terms = None, 0, 0.0
@@ -106,7 +106,7 @@ def _plan(problem: Problem) -> Plan:
 
 
 def plan_of(scores: Tensor, prior_strides: tuple[int, ...] | None, graph: Graph, divergence: Divergence) -> Plan:
-    """Return the plan of a call; `prior_strides`: of ln Ψ over sources and heads, None without one."""
+    """Return the plan of a call; `prior_strides` are those of ln Ψ over sources and heads, None without a ln Ψ."""
     num_sources, num_targets = graph.source_pointers.shape[0] - 1, graph.target_pointers.shape[0] - 1
     return _plan(Problem(num_sources, num_targets, scores.shape[0], scores.shape[1], prior_strides, divergence))
 
@@ -115,7 +115,7 @@ def run_forward(
     plan: Plan, scores: Tensor, value: Tensor, log_prior: Tensor | None, seed: Tensor, graph: Graph,
     pair: PairScores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return output in float32, KL, both LSEs, Σ α of every row, and α of every source where there is a prior."""
+    """Return output in float32, KL, noisy and clean LSE, Σ α of each row, and α of each source (None without a ln Ψ)."""
     shares = scores.new_empty(plan.num_programs)
     alpha = None if log_prior is None else scores.new_empty(log_prior.shape)
     if plan.alpha is not None and plan.num_alpha:
@@ -130,7 +130,7 @@ def run_backward(
     plan: Plan, grad: Tensor, grad_kl: Tensor, scores: Tensor, value: Tensor, seed: Tensor, graph: Graph,
     out: Tensor, lse: Tensor, clean: Tensor, first: Tensor, alpha: Tensor | None, negative_slope: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Return what `passes.backward` returns, the prior's being that of ln Ψ, from inputs and outputs of `run_forward`."""
+    """Return the result of `passes.backward`, with the gradient of ln Ψ, from inputs and outputs of `run_forward`."""
     grad = grad.contiguous()
     delta, grad_lse, pull = passes.prepare(grad, out, plan.divergent, clean, first, grad_kl, graph.num_rows)
     rows = (grad_lse, None, pull)

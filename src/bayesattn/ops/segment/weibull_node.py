@@ -1,4 +1,4 @@
-"""Weibull attention on edges with its KL as one autograd node, which torch.compile sees as one operator."""
+"""Weibull attention on edges and its KL as one autograd node, and as one operator for torch.compile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from bayesattn.precision import saturate
 
 
 def is_one_node(log_prior: Tensor | NodePrior | None, prior_scope: PriorScope, config: AttentionConfig) -> bool:
-    """Whether the prior is a number, or one per source in float32."""
+    """Return whether one node can compute the call: Weibull, with a fixed prior or a float32 one per source."""
     if config.family != "weibull" or log_prior is None:
         return config.family == "weibull"
     is_float32 = isinstance(log_prior, NodePrior) or log_prior.dtype == torch.float32
@@ -38,7 +38,7 @@ def weibull_attention(
     config: AttentionConfig,
     seed: Tensor,
 ) -> tuple[Float[Tensor, "r h d"], Float[Tensor, " 1"]]:
-    """Return the output of one sample and the KL of the graph; a compiler needs the scores, not their parts."""
+    """Return the output of one draw and the KL of the graph; in a compiler the scores must be a tensor."""
     graph = edges.memo("graph", lambda: _graph_of(edges))
     divergence = Divergence.of(config)
     if torch.compiler.is_compiling():
@@ -51,7 +51,7 @@ def weibull_attention(
         )
         return out, kl
     if isinstance(log_prior, NodePrior):
-        # keys that are the values are given once, and get one gradient
+        # keys that are also the values are passed once and get one gradient
         is_value = isinstance(scores, FeatureScores) and log_prior.key is value
         prior = (None, None if is_value else log_prior.key, *log_prior[1:])
     else:
@@ -64,7 +64,7 @@ def _graph_of(edges: Edges) -> Graph:
 
 
 class _WeibullEdges(torch.autograd.Function):
-    """Scores or their parts, values, and a prior, or the network that gives one, to output and KL."""
+    """Output and KL from scores or their parts, values, and a prior or the network that computes it."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,7 @@ class _WeibullEdges(torch.autograd.Function):
         vectors = (first, second) if of_features else (None, None)
         ctx.save_for_backward(*vectors, scores, value, seed, out, *rest, *network)
         ctx.set_materialize_grads(False)
-        # with the cast inside, output and KL are results of the same node
+        # the cast is inside, so that output and KL are results of the same node
         return out.to(value.dtype), kl
 
     @staticmethod
@@ -127,7 +127,7 @@ def weibull_edges_forward(
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`run_forward` with arguments that a schema allows: the divergence's numbers and names; without a prior α is empty."""
+    """Run `run_forward` with types that a schema allows: the divergence in numbers and names, and an empty α, not None."""
     strides = None if log_prior is None else log_prior.stride()
     edges = _graph(graph, num_targets)
     plan = plan_of(scores, strides, edges, _divergence(constants, forms))
@@ -136,7 +136,7 @@ def weibull_edges_forward(
 
 
 def _graph(tensors: list[Tensor], num_targets: int) -> Graph:
-    """Return the graph from its tensors, in the order of `weibull_attention`."""
+    """Return the graph made of these tensors, in the order of `weibull_attention`."""
     return Graph(Indices(*tensors[:-3], num_targets=num_targets), *tensors[-3:])
 
 
@@ -166,7 +166,7 @@ def weibull_edges_backward(
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`run_backward` with arguments that a schema allows; without a prior its gradient is empty."""
+    """Run `run_backward` with types that a schema allows; without a prior its gradient is empty."""
     strides = None if alpha is None else alpha.stride()
     edges = _graph(graph, num_targets)
     plan = plan_of(scores, strides, edges, _divergence(constants, forms))
