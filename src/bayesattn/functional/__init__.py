@@ -1,7 +1,7 @@
 """The whole method as pure functions: scores → weights; query, key, value → output; and the same on the edges of a graph.
 
-Every module, layer and adapter of the library calls these three. They check their arguments, leave autocast (noise,
-softmax and KL are float32 or better) and choose a backend; the mathematics is in `ops/attention` and `ops/segment`.
+All modules, layers and adapters of the library call these three functions, which check their arguments, switch autocast off
+(noise, softmax and KL are float32 or better) and choose a backend. The mathematics is in `ops/attention` and `ops/segment`.
 """
 
 from bayesattn.functional.dense import BACKENDS, Backend, attention, attention_weights

@@ -44,16 +44,15 @@ def attention_weights(
     Args:
         scores: Φ, before masking and before any softmax; `b h m n`, `b m n` or `m n`.
         config: Posterior, prior and conventions.
-        log_prior: ln Ψ from a contextual prior, one value per key; needed for BAM-LC and BAM-WC when `need_kl`.
+        log_prior: ln Ψ from a contextual prior, one value per key; BAM-LC and BAM-WC need it if `need_kl`.
         mask: Boolean, True where a query may attend, broadcastable to `scores`.
-        seed: Repeats a draw exactly; None draws from torch's generator, or as `keyed_noise` says.
+        seed: The same seed gives the same draw; None draws from torch's generator, or per example inside `keyed_noise`.
         sample: False gives the posterior mean, softmax(Φ).
         need_kl: Whether to compute the KL.
-        check_finite: Raise on NaN or infinity in the inputs (a debug switch: it waits for the device).
+        check_finite: Raise an error on NaN or infinity in the inputs (for debugging: it waits for the device).
 
     Returns:
-        Weights in the dtype of `scores`, and the KL of each example (zeros for variants without one, None if not
-        `need_kl`).
+        Weights in the dtype of `scores`, and the KL per example (zeros for variants without one, None without `need_kl`).
 
     Raises:
         ValueError: An argument has a wrong type, shape or value.
@@ -69,7 +68,7 @@ def attention_weights(
     if not 2 <= scores.ndim <= 4:
         raise ValueError(f"scores must have shape (b, h, m, n), (b, m, n) or (m, n), got {tuple(scores.shape)}")
     shape = scores.shape
-    # heads come after the batch, so a three-axis array gets its head axis in the middle
+    # the head axis comes after the batch: three axes (b, m, n) become (b, 1, m, n)
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
     if isinstance(mask, Tensor) and mask.ndim == 3 and len(shape) == 3:
         mask = mask.unsqueeze(1)
@@ -111,33 +110,33 @@ def attention(
     backend: Backend = "auto",
     check_finite: bool = False,
 ) -> tuple[Float[Tensor, "b h m dv"], Float[Tensor, " b"] | None]:
-    """Bayesian dot-product attention: O = W V with W sampled around softmax(scale · Q Kᵀ + bias).
+    """Compute Bayesian dot-product attention: O = W V with W sampled around softmax(scale · Q Kᵀ + bias).
 
-    With `sample=False` the output is `torch.nn.functional.scaled_dot_product_attention` of the same arguments, to the
-    last bit.
+    With `sample=False` the output is bit-identical to `torch.nn.functional.scaled_dot_product_attention` of the same
+    arguments.
 
     Args:
         query: Queries.
-        key: Keys; `hk` divides the query heads (grouped-query attention).
+        key: Keys; `hk` must divide the number of query heads (grouped-query attention).
         value: Values.
         config: Posterior, prior and conventions.
-        log_prior: ln Ψ from a contextual prior, one value per key: for each query head, each key head, or shared. Or what
-            `ContextualPrior.fused` returns, which the kernels compute themselves.
+        log_prior: ln Ψ from a contextual prior, one value per key: per query head, per key head, or shared by all heads. Or
+            the result of `ContextualPrior.fused`, from which the kernels compute ln Ψ.
         mask: Boolean, True where a query may attend; combined with `is_causal`.
-        bias: Added to the scores; broadcastable to `b h m n`. Where it is −80 or less a query may not attend.
-        is_causal: Query i attends to keys up to i.
+        bias: Added to the scores, broadcastable to `b h m n`; −80 or less means that a query may not attend.
+        is_causal: Whether query i attends only to keys up to i.
         window: With `is_causal`, query i attends only to the last `window` of these keys (a sliding window).
         scale: Factor of the dot product; None is 1/√d.
-        dropout_p: Dropout on the sampled weights; the KL is that of the undropped ones.
-        seed: Repeats a draw exactly, dropout included, whatever the backend; None draws from torch's generator, or as
-            `keyed_noise` says.
+        dropout_p: Dropout rate of the weights; the KL does not depend on it.
+        seed: The same seed gives the same draw, dropout included, on every backend; None draws from torch's generator, or
+            per example inside `keyed_noise`.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
-        backend: `auto` picks the fastest that supports the call; a named one runs or raises.
-        check_finite: Raise on NaN or infinity in the inputs (a debug switch: it waits for the device).
+        backend: `auto` is the fastest that supports the call; any other runs or raises an error.
+        check_finite: Raise an error on NaN or infinity in the inputs (for debugging: it waits for the device).
 
     Returns:
-        Output in the dtype of `value`, and the KL of each example as in `attention_weights`.
+        Output in the dtype of `value`, and the KL per example as in `attention_weights`.
 
     Raises:
         ValueError: An argument has a wrong type, shape or value.
@@ -190,7 +189,7 @@ def attention(
             "need_kl": wants_kl,
         }
         if chosen == "triton":
-            # imported only now: a machine without a GPU need not have triton
+            # imported here, because a machine without a GPU need not have triton
             from bayesattn.ops.attention import triton
 
             output, kl = triton.attention(query, key, value, seed=seed, dropout_p=dropout_p, **options)
@@ -214,11 +213,11 @@ def attention(
 
 
 def choose(backend: Backend, call: Call) -> Backend:
-    """Return the backend that runs a sampled call; one given by name runs or raises and is never replaced."""
+    """Return the backend of a sampled call; one given by name is never replaced by another."""
     if backend == "auto":
         if call.query.device.type == "cuda":
             return "reference" if why_not_triton(call) else "triton"
-        # the compiler fuses the plain version, but can only unroll the loop over blocks
+        # torch.compile fuses the reference, but could only unroll the loop over blocks
         return "reference" if torch.compiler.is_compiling() or why_not_blocked(call) else "blocked"
     reason = {"triton": why_not_triton, "blocked": why_not_blocked}.get(backend, lambda _: "")(call)
     if reason:
@@ -235,7 +234,7 @@ def _mean_attention(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Call torch's attention with the arguments a user would have given it, so its own backend choice applies."""
+    """Call torch's attention with the arguments that a user would pass, so that torch chooses its backend as usual."""
     mask, is_causal = allowed.mask, allowed.is_causal
     if is_causal and (mask is not None or bias is not None or allowed.window is not None):
         mask, is_causal = allowed.dense(query.device), False
@@ -253,5 +252,5 @@ def _kl(scores: Tensor, log_prior: Tensor | None, mask: Tensor | None, config: A
 
 
 def zeros_like_kl(like: Tensor) -> Tensor:
-    """Return zeros, the KL of variants without one."""
+    """Return a KL of 0 per example, for variants without a KL."""
     return torch.zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)

@@ -37,32 +37,32 @@ def edge_attention(
     need_weights: bool = False,
     backend: EdgeBackend = "auto",
 ) -> EdgeAttention:
-    """Bayesian attention on the edges of a graph: O_i = Σ_e W_e V_source(e), W a softmax over the edges into node i.
+    """Compute Bayesian attention on the edges of a graph: O_i = Σ_e W_e V_source(e), W a softmax over the edges into i.
 
-    Dense attention with the adjacency matrix as its mask gives the same output and KL, in n² instead of e memory.
+    Dense attention with the adjacency matrix as its mask computes the same, with n² instead of e entries in memory.
 
     Args:
-        scores: Φ of every edge, in the order of `edges`; or the parts it is made of, which saves gathers and scatters where
-            the kernels run.
-        value: Features of every node that may be a source.
+        scores: Φ of each edge, in the order of `edges`; or the parts it is made of, with which the kernels save gathers and
+            scatters.
+        value: Features of each node that may be a source.
         edges: The graph, from `Edges.sort`.
         config: Posterior, prior and conventions.
-        log_prior: ln Ψ of every source from a contextual prior, shared by the heads or one each; or the `NodePrior` from
-            which the kernels compute it.
-        prior_scope: `graph`: Ψ sums to one over all nodes that are a source, as published; `neighborhood`: over
-            the sources of each target, as the derivation requires, which has one softmax per row.
-        dropout_p: Dropout on the sampled weights; the KL is that of the undropped ones.
-        seed: Repeats a draw exactly, whatever the backend and the order of the edges (`ops/segment/draws.py`); None draws
-            from torch's generator, or as `keyed_noise` says.
+        log_prior: ln Ψ of each source from a contextual prior, per head or shared by all heads; or a `NodePrior`, from
+            which the kernels compute ln Ψ.
+        prior_scope: Ψ sums to one over all nodes that are a source (`graph`, as published), or over the sources of each
+            target (`neighborhood`, as the derivation requires, which has one softmax per row).
+        dropout_p: Dropout rate of the weights; the KL does not depend on it.
+        seed: The same seed gives the same draw, on every backend and in every order of the edges (`ops/segment/draws.py`);
+            None draws from torch's generator, or per example inside `keyed_noise`.
         sample: False gives the posterior mean.
         need_kl: Whether to compute the KL.
-        need_weights: Whether to compute the weights even where the backend can do without.
-        backend: For sorted edges, `auto` takes `csr` on a CPU and `triton` on a GPU; for the rest, `reference`. A named one
-            runs or raises.
+        need_weights: Whether to compute weights that the backend does not need.
+        backend: `auto` is `csr` on a CPU and `triton` on a GPU if these support the call (both need sorted edges), otherwise
+            `reference`. Any other runs or raises an error.
 
     Returns:
-        Output in the dtype of `value`; weights before and after dropout, None if not needed; KL of the graph, one entry
-        (zero for variants without one, None if not `need_kl`).
+        Output in the dtype of `value`; weights before and after dropout, None if a kernel did not store them; KL of the
+        graph as one entry, zero for variants without a KL and None without `need_kl`.
 
     Raises:
         ValueError: An argument has a wrong type, shape or value.
@@ -75,7 +75,7 @@ def edge_attention(
         >>> found.output.shape, found.kl.shape
         (torch.Size([3, 2, 4]), torch.Size([1]))
     """
-    # whatever the form of the scores, their device, type and heads are those of `like`
+    # `like` has the device, type and heads of the scores in each of their forms
     if isinstance(scores, Tensor):
         checks.edge_scores(scores, len(edges))
         like = scores

@@ -1,4 +1,4 @@
-"""The individual steps of attention, for custom attention: the functions that the backends are made of."""
+"""The individual steps of attention, of which the backends are made, for use in custom attention."""
 
 from bayesattn.ops.attention.kl import kl_from_scores, log_alpha, lognormal_location
 from bayesattn.ops.attention.masking import Allowed, masked_logsumexp, masked_softmax

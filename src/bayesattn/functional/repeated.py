@@ -1,7 +1,7 @@
-"""Calls of `attention` that are like an earlier one, without repeating its checks and lookups.
+"""Repeat a call of `attention` with other tensors, without its checks and lookups.
 
-A step of a model makes the same call in every layer. Checks, the choice of a backend and the search for the launches depend
-on shapes, strides, types and settings alone, so the caller keeps their result and passes it tensors of the same kind.
+A model makes the same call in every layer. The checks, the choice of a backend and the lookup of launches depend only on
+shapes, strides, types, devices and settings. The caller keeps their result, a `Repeated`, for tensors of the same kind.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from bayesattn.ops.prior.nodes import KeyPrior
 
 
 def signature(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple | None:
-    """Return what the tensors of two calls must have in common; None where a call must be checked anew.
+    """Return the properties that the tensors of two calls must share, or None if this call needs its own checks.
 
-    That is inside a compiler or a transform, and where an open scope needs something from the call.
+    It does inside a compiler, a function transform, `keyed_noise` or `observe_entropy`.
     """
     if (
         torch.compiler.is_compiling()
@@ -40,12 +40,10 @@ def signature(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 class Repeated:
-    """A call of the kernels for Weibull attention, with arguments that have been checked.
+    """A call of the kernels for Weibull attention whose arguments have been checked.
 
-    Args:
-        arguments: Those of the kernels' operator after the tensors; with a KL, the settings of the call and its plan.
-        need_kl: Whether there is a KL to compute.
-        returns_zeros: Whether to return a KL of 0.
+    `run` launches the kernels, `arguments` are its arguments other than tensors, `need_kl` is whether it computes a KL, and
+    `returns_zeros` is whether to return a KL of 0.
     """
 
     def __init__(self, run: Any, arguments: tuple, need_kl: bool, returns_zeros: bool) -> None:
@@ -54,7 +52,7 @@ class Repeated:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weights: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and KL of one draw; `weights` are those of the prior's network, or four times None."""
+        """Return output and KL of one draw; `weights` are the four of the prior's network, or four times None."""
         seed = draw_seed(query.device)
         if self.need_kl:
             need_prior_key, *rest = self.arguments
@@ -77,9 +75,9 @@ def repeated(
     dropout_p: float,
     need_kl: bool,
 ) -> Repeated | None:
-    """Return how to repeat a call of `attention` that has just succeeded; None where it is not a simple one.
+    """Return a `Repeated` for a call of `attention` that has just succeeded, or None if the call is not simple.
 
-    A simple call is a sampled Weibull call of the kernels, without a bias, whose prior is fixed or not computed yet.
+    A simple call samples Weibull attention with the kernels, has no bias, and its prior is fixed or a `KeyPrior`.
     """
     wants_kl = need_kl and config.has_kl
     if config.family != "weibull" or isinstance(log_prior, Tensor):

@@ -1,4 +1,4 @@
-"""Noise: how it is drawn (`specification`), per example (`keyed`), and for a growing sequence (`streams`)."""
+"""Random noise: its specification (`specification`), per example (`keyed`) and for growing sequences (`streams`)."""
 
 from bayesattn.noise.keyed import derive_seeds, example_seeds, is_keyed, keyed_noise, next_seeds
 from bayesattn.noise.specification import (

@@ -4,12 +4,12 @@
         loss = model(batch)
         loss.backward()
 
-Without it a call of an attention module draws from torch's generator, and what an example gets depends on its position in
-the batch and on the process that computes it. With it, the seed of a draw is a function of (seed of the example, number of
-the call, entry): one process, four processes and any order of a batch give every example the same noise.
+Outside, attention modules draw from torch's generator, and an example's noise depends on its position in the batch and on
+the process that computes it. Inside, the seed of a draw is a function of (seed of the example, number of the call, entry).
+An example then gets the same noise in any order of the batch and with any number of processes.
 
-Everything derives from the generator of `specification.py`, with the last word of its counter all ones, or one less: no
-batch has that many entries. Generation (`streams.py`) derives the seeds of its rows with the same function.
+All seeds come from the generator of `specification.py`, where the last word of the counter is 2^32 − 1 or 2^32 − 2: no batch
+has that many entries. `streams.py` derives the seeds of its rows with the same function.
 """
 
 import threading
@@ -25,11 +25,11 @@ from bayesattn.noise import specification
 _LOW_32 = 0xFFFFFFFF
 _FROM_CALL = _LOW_32
 _FROM_EXAMPLE = _LOW_32 - 1
-# calls whose seeds are computed together, which costs no more than for one
+# calls whose seeds are computed together, which takes no longer than for one
 _CHUNK = 16
 
 _local = threading.local()
-# scopes of all threads: on a GPU, a backward pass recomputes checkpointed calls in an autograd thread
+# open scopes of all threads: on a GPU, a backward pass recomputes checkpointed calls in an autograd thread
 _open: list["_Scope"] = []
 
 
@@ -71,13 +71,14 @@ def _words(seeds: Tensor, first: Tensor, second: Tensor, third: Tensor, tag: int
 
 @contextmanager
 def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
-    """Give every attention call of this thread noise that belongs to the examples; keep it open during `backward()`.
+    """Draw the noise of this thread's attention calls per example; keep the scope open during `backward()`.
 
-    A call whose batch is a multiple of the examples (windows of an image, two images of a question) numbers the consecutive
-    entries of an example; any other batch size raises. Activation checkpointing gets the same noise again.
+    A call's batch may be a multiple of the examples (windows of an image, two images per question): consecutive entries then
+    belong to one example, each with its own noise. Any other batch size is an error. Activation checkpointing recomputes a
+    call with the same noise.
 
     Args:
-        seeds: One per example of the batch, in its order, on any device.
+        seeds: One per example, in the order of the batch, on any device.
 
     Example:
         >>> import bayesattn as ba
@@ -102,7 +103,7 @@ def keyed_noise(seeds: Int[Tensor, " b"]) -> Iterator[None]:
 
 
 def is_keyed() -> bool:
-    """Return whether the draws of this thread belong to examples: a CUDA graph recorded now would repeat their noise.
+    """Return whether this thread is inside `keyed_noise`, whose noise a CUDA graph recorded there would repeat.
 
     Example:
         >>> with keyed_noise(torch.tensor([7])):
@@ -125,10 +126,10 @@ def is_open() -> bool:
 
 
 def next_seeds(batch: int, device: torch.device) -> Int[Tensor, " b"] | None:
-    """Return the seeds of the next call's batch entries, or None where no scope is open: then torch's generator draws.
+    """Return the seeds of the next call's batch entries, or None outside `keyed_noise`, where torch's generator draws.
 
-    A call is identified by a number that torch's generator draws at its beginning. Checkpointing restores the generator
-    before it runs a call again, so both runs draw the same number and get the same seeds.
+    A call is identified by a number drawn from torch's generator when it begins. Checkpointing restores the generator before
+    it recomputes a call, so both runs draw the same number and get the same seeds.
 
     Example:
         >>> next_seeds(2, torch.device("cpu")) is None
@@ -154,10 +155,10 @@ def next_seeds(batch: int, device: torch.device) -> Int[Tensor, " b"] | None:
 
 
 class _Scope:
-    """Counts the calls of a forward pass and hands out their seeds."""
+    """Numbers the calls of a forward pass and derives their seeds."""
 
     def __init__(self, seeds: Int[Tensor, " b"]) -> None:
-        # the seeds of the calls are derived on the host, many at once
+        # on the host, where the seeds of many calls are derived at once
         self.seeds = seeds.cpu()
         self.numbers: dict[int, int] = {}
         self._tables: list[Int[Tensor, "calls b"]] = []

@@ -1,7 +1,7 @@
 """Counter-based noise: every draw is a function of (seed, batch, head, query index, key index).
 
-This file is the specification. Any backend that follows it reproduces the noise draw for draw, in any order
-and with any tiling, so backward passes, recomputation and other kernels see the same sample.
+Any backend that follows this specification reproduces the noise draw for draw, in any order and with any tiling.
+Backward passes, recomputation and other kernels thus use the same sample.
 
     counter  c = (4 (j div 32) + (j div 2) mod 4, i, h, b)      j key, i query, h head, b batch entry; each below 2^32
     key          (seed mod 2^32, seed div 2^32)
@@ -10,17 +10,17 @@ and with any tiling, so backward passes, recomputation and other kernels see the
     uniform  u = (r + 1/2) / 2^16                                           in (0, 1), never 0 or 1
     E        −ln u                                                          ~ Exp(1)
     ε        keys 2l and 2l+1 share a word: R = √(−2 ln u_{2l}), θ = 2π u_{2l+1};
-             key 2l takes R cos θ, key 2l+1 takes R sin θ                   ~ N(0, 1), Box–Muller
+             ε_{2l} = R cos θ, ε_{2l+1} = R sin θ                           ~ N(0, 1), Box–Muller
     dropout  an entry is dropped where r < round(2^16 p), with b + 2^31 in place of b: separate bits
 
-So one call serves eight keys of a group of 32: the keys of a row that a GPU thread holds after tensor cores have computed
+One call serves eight keys of a group of 32: those of a row that one GPU thread holds after the tensor cores have computed
 the scores. Scores and noise are thus in the same thread.
 
 Sixteen bits per draw halve the generator's cost, and the error is far too small to matter for attention: the CDF is
 within 2^-17 of the exact one, E lies in [7.6e-6, 11.8] and |ε| ≤ 4.86. `tests/statistical` measures both.
 
 A seed is one 64-bit integer for the whole call, or one per batch entry. With one per entry the counter's
-batch word is 0, so an example draws the same noise wherever it stands in a batch.
+batch word is 0, so an example's noise does not depend on its position in the batch.
 """
 
 import math
@@ -62,7 +62,7 @@ def draw_seed(device: torch.device | str = "cpu") -> Int[Tensor, ""]:
 
 
 def as_seed(seed: Seed, batch: int, device: torch.device | str) -> Int[Tensor, ""] | Int[Tensor, " b"]:
-    """Return a checked seed as an int64 tensor on `device`: one for all, or one per batch entry.
+    """Check a seed and return it as an int64 tensor on `device`: one number for all, or one per batch entry.
 
     Example:
         >>> as_seed(7, batch=2, device="cpu")
@@ -84,8 +84,8 @@ def as_seed(seed: Seed, batch: int, device: torch.device | str) -> Int[Tensor, "
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Return the four words of Philox-4x32-7 as int64 tensors with values below 2^32.
 
-    The arithmetic is on int64: the product of two 32-bit words wraps modulo 2^64, which leaves all 64 bits right,
-    and masking after the arithmetic shift drops the sign.
+    The arithmetic is in int64. The product of two 32-bit words wraps modulo 2^64, so all 64 bits are right, and the mask
+    after the arithmetic shift removes the sign.
 
     Example:
         >>> zero = torch.tensor(0)
@@ -109,13 +109,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str, *, stream: int = 0) -> Int16[Tensor, "b h m n32"]:
-    """Return the 16-bit integers of every entry, shifted by −2^15 to fit int16; the last axis is padded to groups.
+    """Return the 16-bit integers of each entry, shifted by −2^15 to fit int16; the keys are padded to groups of 32.
 
     Args:
-        seed: One for all, or one per batch entry.
+        seed: One number for all, or one per batch entry.
         shape: Batch, heads, queries, keys.
-        device: Where they are made.
-        stream: Added to the batch word; 0 for noise, or `DROPOUT_STREAM`.
+        device: Device of the result.
+        stream: Added to the batch word: 0 for noise, or `DROPOUT_STREAM`.
 
     Example:
         >>> halves = counter_halves(0, (1, 2, 3, 5), "cpu")  # batch, heads, queries, keys
@@ -147,7 +147,7 @@ def counter_halves(seed: Seed, shape: Shape4, device: torch.device | str, *, str
 def generator_halves(
     shape: Shape4, device: torch.device | str, generator: torch.Generator | None = None
 ) -> Int16[Tensor, "b h m n"]:
-    """Draw the same kind of integers from torch's generator: several times faster on a CPU, for calls without a seed.
+    """Draw integers like those of `counter_halves` from torch's generator, without a seed: on a CPU several times faster.
 
     Example:
         >>> halves = generator_halves((1, 2, 3, 5), "cpu", torch.Generator().manual_seed(0))
@@ -203,14 +203,14 @@ def exponential(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return E ~ Exp(1) for every entry; strictly positive, so its logarithm is finite.
+    """Return E ~ Exp(1) for each entry; strictly positive, so its logarithm is finite.
 
     Args:
         seed: Seed of the counter-based draw, or None to draw from torch's generator.
         shape: Batch, heads, queries, keys.
-        device: Where the draws are made.
+        device: Device of the result.
         dtype: Type of the result; the random integers do not depend on it.
-        generator: Drawn from instead of torch's default one when there is no seed.
+        generator: Used without a seed, instead of torch's default generator.
 
     Example:
         >>> draws = exponential(0, (1, 1, 1, 10_000))
@@ -229,7 +229,7 @@ def normal(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return ε ~ N(0, 1) for every entry, two by Box–Muller from each word; arguments as for `exponential`.
+    """Return ε ~ N(0, 1) for each entry, with a seed two per word by Box–Muller; arguments as for `exponential`.
 
     Example:
         >>> draws = normal(0, (1, 1, 1, 10_000))
@@ -239,7 +239,7 @@ def normal(
         True
     """
     if seed is None:
-        # torch's own sampler is exact and faster; there is no seed whose draws it would have to match
+        # torch's own sampler is exact and faster, and without a seed there are no draws to match
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
     return to_normal(counter_halves(seed, shape, device), dtype)[..., : shape[-1]]
 
@@ -253,7 +253,7 @@ def log_noise(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "b h m n"]:
-    """Return what sampling adds to the scores, up to a constant per row: ln E / k, or σ_q ε.
+    """Return the noise that sampling adds to the scores, up to a constant per row: ln E / k, or σ_q ε.
 
     Example:
         >>> noise = log_noise(0, (1, 1, 1, 10_000), AttentionConfig("BAM-LF", sigma_q=0.3))
@@ -281,7 +281,7 @@ def log_noise_variance(config: AttentionConfig) -> float:
 
 
 def dropout_numbers(p: float) -> tuple[int, float]:
-    """Return how many of the 2^16 values of an entry's bits drop it, and what the others are multiplied by.
+    """Return how many of the 2^16 values of an entry's bits drop it, and the factor of entries that are kept.
 
     Example:
         >>> dropout_numbers(0.25)
@@ -294,13 +294,13 @@ def dropout_numbers(p: float) -> tuple[int, float]:
 def dropout_factor(
     seed: Seed, shape: Shape4, p: float, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "b h m n"]:
-    """Return what dropout multiplies the weights by: 0 with probability p (to 2^-17), else the number that keeps their mean.
+    """Return the factors of dropout: 0 with probability p (to 2^-17), otherwise the number that preserves the mean.
 
     Args:
         seed: Seed of the noise; dropout uses separate bits.
         shape: Batch, heads, queries, keys.
         p: Probability of 0.
-        device: Where the draws are made.
+        device: Device of the result.
         dtype: Type of the result.
 
     Example:

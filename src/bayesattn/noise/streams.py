@@ -1,7 +1,7 @@
-"""Noise that belongs to a sequence: the draw of a row depends only on (seed of the sequence, layer, position).
+"""Noise of a growing sequence: the draw of a row depends only on (seed of the sequence, layer, position).
 
-So a sequence keeps its noise while tokens are appended to it, whether a cache holds the past or the whole sequence is
-computed again, and whatever beams and other sequences share its batch.
+A sequence thus keeps its noise while tokens are appended to it, whether the past is cached or recomputed, and whichever
+beams and other sequences share its batch.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from bayesattn.noise.keyed import derive_seeds
 
 
 class NoiseStream:
-    """Hands out one seed per query row.
+    """Derives one seed per query row.
 
     Args:
         seeds: One seed per sequence.
-        layers: The attention modules that draw from it, in the model's order.
+        layers: The attention modules that use the stream, in the model's order.
     """
 
     def __init__(self, seeds: Int[Tensor, " s"], layers: Sequence[object]) -> None:
@@ -33,13 +33,13 @@ class NoiseStream:
         self._calls.clear()
 
     def dropped_keys(self, num_queries: int, num_keys: int) -> int:
-        """Return how many keys before the first one a sliding window has dropped, in self-attention."""
+        """Return how many past keys of self-attention a sliding window has dropped."""
         return max(self.offset + num_queries - num_keys, 0)
 
     def row_seeds(self, layer: object, batch: int, num_queries: int) -> Int[Tensor, " rows"]:
-        """Return the seeds of `batch` × `num_queries` rows of the next call of `layer`.
+        """Return the seeds of the `batch` × `num_queries` rows of the next call of `layer`.
 
-        Entries of the batch in excess of the sequences are beams: consecutive ones share a sequence.
+        If the batch has several entries per sequence (beams), these are consecutive and share their seed.
         """
         if batch % self.seeds.shape[0]:
             raise ValueError(f"the batch must be a multiple of the {self.seeds.shape[0]} noise seeds, got {batch} entries")

@@ -18,7 +18,7 @@ DROPOUT_STREAM = tl.constexpr(1 << 31)
 
 @triton.jit
 def fast_log2(x, FAST: tl.constexpr):
-    """Return log2(x); FAST is one instruction with an absolute error of 2^-22, tl.log2 a dozen accurate ones."""
+    """Return log2(x): FAST is one instruction with an absolute error of 2^-22, tl.log2 a dozen accurate ones."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -51,7 +51,7 @@ def log2_of_minus_log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def cos_sin(turns, FAST: tl.constexpr):
-    """Return the cosine and sine of turns in (−1/2, 1/2), where the hardware's instructions are exact to 2^-20."""
+    """Return cosine and sine of turns in (−1/2, 1/2), where the hardware's instructions are exact to 2^-20."""
     angle = turns * TWO_PI
     if FAST:
         cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
@@ -64,8 +64,8 @@ def cos_sin(turns, FAST: tl.constexpr):
 def uniform(word, base, HIGH: tl.constexpr, FAST: tl.constexpr):
     """Return (r + 1/2) / 2^16 for one half r of a word; `base` holds the bits of 128.0.
 
-    With r as its last bits, the mantissa of 128 becomes that of 128 + r / 2^16, by a byte permutation instead of a
-    conversion. This number, 128 − 2^-17 and their difference are exact in float32.
+    As the last bits of its mantissa, r makes 128 + r / 2^16: a byte permutation instead of a conversion. This number,
+    128 − 2^-17 and their difference are exact in float32.
     """
     if FAST:
         if HIGH:

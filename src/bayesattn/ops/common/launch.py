@@ -40,11 +40,8 @@ _local = _Local()
 class Launch:
     """A kernel with all arguments except its pointers; call it with these to launch it on the first one's device.
 
-    Args:
-        kernel: A `triton.jit` function that takes pointers first, then numbers, then constants.
-        grid: Number of programs on up to three axes.
-        numbers: The arguments after the pointers, by position.
-        constants: The remaining arguments by name, and options such as `num_warps`.
+    `kernel` is a `triton.jit` function that takes pointers first, then `numbers` by position, then `constants` by name. The
+    constants may include options such as `num_warps`. `grid` has up to three axes.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple, constants: dict[str, object]) -> None:
@@ -99,10 +96,9 @@ class Launch:
 
 
 def _facts(pointers: tuple[Tensor | None, ...], addresses: list[int | None], index: int | None) -> tuple:
-    """Return the device, and each pointer's type, device and whether it is aligned to 16 bytes.
+    """Return the pointers' types and 16-byte alignments, for which Triton specializes a kernel, and their devices.
 
-    Triton specializes kernels for types and alignments. With a pointer on another device the lookup fails; Triton then gets
-    the tensors themselves and raises an error.
+    With a pointer on another device the lookup fails; Triton then gets the tensors themselves and raises an error.
     """
     return (
         index,
@@ -140,7 +136,7 @@ def is_observed() -> bool:
 
 
 def _specialization(number: object) -> object:
-    """Return what Triton specializes for: a number's type; for an integer, whether it is 1, a multiple of 16, or long."""
+    """Return the properties that Triton specializes for: type and, of an integer, whether it is 1, a multiple of 16, or long."""
     if type(number) is not int:
         return type(number)
     is_long = not -_LARGEST_INT32 <= number <= _LARGEST_INT32

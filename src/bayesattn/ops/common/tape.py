@@ -1,8 +1,8 @@
-"""Record the kernel launches of a call, and replay them with the addresses of other arrays.
+"""Record the kernel launches of a call, and replay them with other addresses.
 
 An attention call makes two to five launches. Their kernels, grids and numbers depend only on shapes and switches, so they
-are looked up once. A later call of the same kind only fills in the addresses of its arrays. This takes the host a few
-microseconds per launch instead of about twenty.
+are looked up once. A later call of the same kind only fills in addresses, which takes the host a few microseconds per launch
+instead of about twenty.
 """
 
 import functools
@@ -35,14 +35,9 @@ class Tape:
         self._parts: list[tuple[int, int]] = []
 
     def replay(self, arrays: Sequence[Tensor | None]) -> bool:
-        """Replay the recorded launches with these arrays, or launch nothing and return False if that is impossible.
+        """Replay the launches with these arrays, given as in the recording; return False if that is impossible.
 
-        It is impossible without a recording, with an array that is not aligned to 16 bytes, on a device other than the
-        recorded or the current one, and under a profiler.
-
-        Args:
-            arrays: Every array that the launches read or write, in the order of the recording; the whole array where a
-                launch uses a part.
+        It needs a recording, arrays aligned to 16 bytes, the recorded device as the current one, and no profiler.
         """
         steps = self._steps
         if steps is None:
@@ -64,7 +59,10 @@ class Tape:
 
     @contextmanager
     def recording(self, arrays: Sequence[Tensor | None]) -> Iterator[None]:
-        """Record the launches inside the scope for `replay`, if all arrays are aligned and nothing is interpreted."""
+        """Record the launches inside the scope for `replay`, if all arrays are aligned and nothing is interpreted.
+
+        `arrays` has every array that the launches read or write; where they use parts of an array, the whole array.
+        """
         made: list[tuple[Launch, tuple[Tensor | None, ...]]] = []
         with recorded_launches(made):
             yield

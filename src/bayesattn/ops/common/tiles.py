@@ -15,9 +15,8 @@ MASK_CHUNK = tl.constexpr(1024)
 def block_and_head(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr = False):  # type: ignore[assignment]
     """Return a program's block and head, and the number of blocks per head.
 
-    All programs are on one axis, blocks before heads, because the other axes of a grid end at 65,535 and there may be more
-    heads. With LAST_FIRST the last block of a head starts first: below a diagonal it is the longest, and shorter blocks can
-    fill the end.
+    All programs are on one axis, blocks first, because the other axes of a grid end at 65,535 and there may be more heads.
+    With LAST_FIRST the last block of a head starts first: below a diagonal it is the longest, and short ones fill the end.
     """
     program, blocks = tl.program_id(0), tl.cdiv(length, BLOCK)
     block = program % blocks

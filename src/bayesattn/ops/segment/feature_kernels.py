@@ -29,8 +29,8 @@ def node_grad_kernel(
 ):  # fmt: skip
     """Compute the gradients of a program's share of the nodes, for BC of their heads × features.
 
-    dx is added to GRAD_FEATURES, which already holds the gradient of the features as values. With HAS_KEY, their gradient as
-    the prior's keys, [heads, nodes, features], is added too. Each program also writes a row of sums for both vectors.
+    dx is added to GRAD_FEATURES, which already has the gradient of the values; with HAS_KEY, so is the gradient of the
+    prior's keys, [heads, nodes, features]. Each program also writes a row of sums for both vectors.
     """
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     columns = H * D

@@ -148,8 +148,8 @@ def edge_backward_kernel(
 
     Every edge belongs to one run, so nothing is atomic: dΦ_e is stored at the position of the edge. With a FUSED Weibull KL,
     the moments' gradients are ds_i = −pull and da_i = pull LSE_i (0 with RAW scores). GRAD_SECOND then holds the one number
-    `pull`, and GRAD_PRIOR becomes the gradient of ln α, including that of c. For scores made of a PAIR, the gradient of the
-    sum before the LeakyReLU is stored instead of dΦ_e.
+    `pull`, and GRAD_PRIOR becomes the gradient of ln α, including that of c. For scores made of a PAIR, the stored gradient
+    is that of the sum before the LeakyReLU.
     """
     run, head = tl.program_id(0), tl.program_id(1) * HB
     begin, end = tl.load(BEGIN + run), tl.load(BEGIN + run + 1)

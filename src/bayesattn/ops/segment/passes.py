@@ -204,9 +204,9 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return two gradients for the scores, one for the values and one for the prior.
 
-    The second is None unless the scores are made of a pair, whose `negative_slope` is then given. The last is empty without
-    a prior, and with `divergent` it is that of ln α. `rows` holds the gradients of the clean LSE and of both moments; with
-    `divergent`, the gradient of the clean LSE, None and `pull`.
+    The second is None unless the scores are made of a pair, with `negative_slope`. The last is empty without a prior; with
+    `divergent` it is that of ln α. `rows` holds the gradients of the clean LSE and both moments, or with `divergent` the
+    first of these, None and `pull`.
     """
     begin, nodes = indices.begin_source, indices.nodes_source
     (n, h, d), num_runs = value.shape, begin.shape[0] - 1

@@ -1,8 +1,8 @@
 """Stochastic attention on edges: scores → noise → softmax over each target's edges → weighted sum, and the KL.
 
-With the adjacency matrix as its mask, `ops/attention` computes the same result densely. The conventions are the same, too:
-float32 or better, Φ, the four forms of the config, and targets without edges do not count. The formulas are written once, in
-terms of a few sums and gathers from `plain`, for any device and order of edges, or from `csr`, for a CPU.
+With the adjacency matrix as its mask, `ops/attention` computes the same result by the same conventions: float32 or better,
+Φ, the four forms of the config, and targets without edges do not count. The formulas are written once, in terms of a few
+sums and gathers from `plain` (any device and order of edges) or `csr` (sorted edges on a CPU).
 """
 
 import math

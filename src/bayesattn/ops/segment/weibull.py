@@ -34,7 +34,7 @@ class Graph(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Everything that determines the numbers and launches of a call, which are built once per problem and then looked up."""
+    """Everything that determines the numbers and launches of a call, which are built once and then looked up."""
 
     num_sources: int
     num_targets: int
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Noise, numbers and launches of a problem; these write `num_programs` shares of the KL, `num_alpha` of them for α."""
+    """Numbers and launches of a problem; these write `num_programs` shares of the KL, `num_alpha` of them for α."""
 
     draw: Draw
     divergent: Divergent
@@ -106,7 +106,7 @@ def _plan(problem: Problem) -> Plan:
 
 
 def plan_of(scores: Tensor, prior_strides: tuple[int, ...] | None, graph: Graph, divergence: Divergence) -> Plan:
-    """Return the plan of a call; `prior_strides` are those of ln Ψ over sources and heads, None without a ln Ψ."""
+    """Return the plan of a call; `prior_strides` are those of ln Ψ, None without one."""
     num_sources, num_targets = graph.source_pointers.shape[0] - 1, graph.target_pointers.shape[0] - 1
     return _plan(Problem(num_sources, num_targets, scores.shape[0], scores.shape[1], prior_strides, divergence))
 
@@ -115,7 +115,7 @@ def run_forward(
     plan: Plan, scores: Tensor, value: Tensor, log_prior: Tensor | None, seed: Tensor, graph: Graph,
     pair: PairScores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return output in float32, KL, noisy and clean LSE, Σ α of each row, and α of each source (None without a ln Ψ)."""
+    """Return output in float32, KL, noisy and clean LSE, Σ α per row, and α per source (None without ln Ψ)."""
     shares = scores.new_empty(plan.num_programs)
     alpha = None if log_prior is None else scores.new_empty(log_prior.shape)
     if plan.alpha is not None and plan.num_alpha:

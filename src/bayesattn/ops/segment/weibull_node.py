@@ -127,7 +127,7 @@ def weibull_edges_forward(
     constants: list[float],
     forms: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `run_forward` with types that a schema allows: the divergence in numbers and names, and an empty α, not None."""
+    """Run `run_forward` with types that a schema allows; without a prior α is empty."""
     strides = None if log_prior is None else log_prior.stride()
     edges = _graph(graph, num_targets)
     plan = plan_of(scores, strides, edges, _divergence(constants, forms))
