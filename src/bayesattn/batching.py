@@ -1,4 +1,4 @@
-"""Several draws in one forward pass: arguments are repeated along the batch axes that the caller names, draws outermost."""
+"""Compute several draws in one forward pass by repeating arguments along their batch axes, draws outermost."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,16 +10,14 @@ from torch import Tensor
 BatchDims = int | Sequence[int | None] | Mapping[str, int | None]
 Arguments = Mapping[int | str, Any]
 
-# settings that a call passes along with its data; one axis for all arguments does not apply to them
+# settings that a call passes besides its data; a batch axis given for all arguments does not apply to them
 _SETTINGS = (bool, int, float, str, type(None))
 
 
 def batch_axes(arguments: Arguments, batch_dims: BatchDims) -> tuple[dict[int | str, int], int]:
-    """Return the batch axis of each argument that has one, and the length that all these axes share.
+    """Return the batch axis of each argument that has one, and the common length of these axes.
 
-    Args:
-        arguments: By position or name.
-        batch_dims: One axis for all of them, or one for each; None for an argument that all draws share.
+    `batch_dims` is one axis for all arguments, or one per argument, None for an argument that all draws share.
 
     Raises:
         ValueError: An axis does not exist, lengths differ, or an argument with data has no entry.
@@ -73,12 +71,9 @@ def repeated(value: Tensor, axis: int, count: int) -> Tensor:
 
 
 def split_draws(together: Shaped[Tensor, "..."], one: torch.Size, count: int) -> Shaped[Tensor, "s ..."]:
-    """Return the outputs of `count` draws, draws first, from the output of one pass.
+    """Split the output of one pass into its `count` draws, draws first.
 
-    Args:
-        together: Output of the pass.
-        one: Shape of the output of one draw; the axis that is `count` times as long in `together` is the batch axis.
-        count: Draws in the pass.
+    `one` is the shape of one draw's output. The batch axis is the one that is `count` times as long in `together`.
     """
     if count == 1 and together.shape == one:
         return together.unsqueeze(0)

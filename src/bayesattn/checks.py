@@ -1,4 +1,4 @@
-"""Checks of tensors, shared by the public functions: each error says what the argument must be and what was given."""
+"""Checks of tensors for the public functions: each error says what an argument must be and what it is."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int
 
 
 def same_device(like: str, device: torch.device, **values: Tensor | None) -> None:
-    """Require tensors on one device; a kernel would read unrelated memory for any other."""
+    """Require tensors on one device; for a tensor on another, a kernel would read unrelated memory."""
     for name, value in values.items():
         if value is not None and value.device != device:
             raise ValueError(f"{name} must be on {device} like {like}, got {value.device}")
@@ -53,12 +53,12 @@ def mask(value: Tensor | None, shape: Shape) -> Tensor | None:
         )
     _broadcastable("mask", value, shape)
     value = value.reshape((1,) * (4 - value.ndim) + tuple(value.shape))
-    # a mask that does not distinguish keys is legal in torch's attention; give it its key axis
+    # torch's attention allows a mask with one column for all keys; expand it to all keys
     return value.expand(*value.shape[:3], shape[3]) if value.shape[3] != shape[3] else value
 
 
 def window(value: int | None, is_causal: bool) -> None:
-    """Require a positive number of keys, and a causal mask."""
+    """Require a positive number of keys with a causal mask, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -77,7 +77,7 @@ def bias(value: Tensor | None, shape: Shape) -> None:
 def log_prior(
     value: Tensor | None, shape: Shape, config: AttentionConfig, need_kl: bool, key_heads: int | None = None
 ) -> Tensor | None:
-    """Check ln Ψ against the scores' shape and give it one head, or one per query head."""
+    """Check ln Ψ against the shape of the scores, and return it with one head or one per query head."""
     contextual = config.prior_kind == "contextual"
     if value is None:
         if contextual and need_kl:
@@ -121,7 +121,7 @@ def edge_pair(source: Tensor, target: Tensor, negative_slope: float, num_sources
 def edge_features(
     features: Tensor, att_source: Tensor, att_target: Tensor, negative_slope: float, num_sources: int, num_targets: int
 ) -> None:
-    """Check features and vectors of the edge scores against the graph; its sources and targets must be the same nodes."""
+    """Check features and vectors of the edge scores against the graph, whose sources and targets must be the same nodes."""
     floating("features of the scores", features)
     if features.ndim != 3 or features.shape[0] != num_sources or num_sources != num_targets:
         raise ValueError(
@@ -151,7 +151,7 @@ def edge_value(value: Tensor, num_sources: int, heads: int) -> None:
 
 
 def edge_prior(value: Tensor | None, heads: int, num_sources: int, config: AttentionConfig, need_kl: bool) -> None:
-    """Check ln Ψ of the sources of a graph."""
+    """Check ln Ψ of a graph's sources."""
     if value is None:
         if config.prior_kind == "contextual" and need_kl:
             raise ValueError(
@@ -163,7 +163,7 @@ def edge_prior(value: Tensor | None, heads: int, num_sources: int, config: Atten
 
 
 def edge_prior_shape(shape: Shape, heads: int, num_sources: int, config: AttentionConfig) -> None:
-    """Check the shape of ln Ψ of the sources of a graph, and that the variant has one."""
+    """Check the shape of ln Ψ of a graph's sources, and that the variant has a contextual prior."""
     if config.prior_kind != "contextual":
         raise ValueError(f"log_prior must be None for {config.variant}, got a tensor. Only BAM-LC and BAM-WC take one")
     if len(shape) != 2 or shape[0] != num_sources or shape[1] not in (1, heads):
@@ -171,7 +171,7 @@ def edge_prior_shape(shape: Shape, heads: int, num_sources: int, config: Attenti
 
 
 def finite(mask: Tensor | None = None, log_prior: Tensor | None = None, **tensors: Tensor | None) -> None:
-    """Raise on NaN or infinity; ln Ψ may be infinite at a key that no query may attend to."""
+    """Raise an error on NaN or infinity; ln Ψ may be infinite at a key that no query may attend to."""
     for name, value in tensors.items():
         if value is not None and not bool(torch.isfinite(value).all()):
             raise ValueError(f"{name} has NaN or infinite entries. With check_finite=True all entries must be finite")

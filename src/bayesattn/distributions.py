@@ -1,6 +1,6 @@
 """Posteriors and priors over the unnormalized attention weights S (Sec. 3.2 and 3.3 of the paper).
 
-Everything is in log space: S itself is never needed, and log S never overflows. Both posteriors are
+Everything is in log space: S itself is not needed, and log S does not overflow. Both posteriors are
 parameterized by the scores Φ so that E[S] = exp(Φ); the variance vanishes as k → ∞ or σ_q → 0.
 
     Weibull    log S = Φ − ln Γ(1 + 1/k) + (1/k) ln E,   E ~ Exp(1)
@@ -97,7 +97,7 @@ def lognormal_prior(mu_p: Float[Tensor, "*shape"], *, sigma_p: float) -> LogNorm
 
 
 def log_gamma_1p_inverse(weibull_k: float) -> float:
-    """Return ln Γ(1 + 1/k) as a Python float: 1 + 1/1000 is exactly 1 in bfloat16.
+    """Return ln Γ(1 + 1/k) as a Python float, because 1 + 1/1000 is exactly 1 in bfloat16.
 
     Example:
         >>> log_gamma_1p_inverse(1.0)

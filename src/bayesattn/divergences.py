@@ -1,7 +1,7 @@
 """Closed-form KL divergences from the attention posterior to its prior, per entry (Sec. 3.2).
 
-Both depend on the scores Φ alone, never on the sample, so they add no gradient noise (Lemma 1).
-Sums over whole attention rows, which need neither a second pass nor the m × n entries, are in `ops/attention`.
+Both depend only on the scores Φ, not on the sample, so they add no gradient noise (Lemma 1). Sums over whole attention
+rows, which need neither a second pass nor the m × n entries, are in `ops/attention`.
 """
 
 import math
@@ -27,7 +27,7 @@ def kl_weibull_gamma(
 
     Args:
         scores: Φ, the logarithm of the posterior's mean.
-        log_alpha: ln α of the prior. As a logarithm, because α may be 1e-15 and ln Γ(α) needs ln α exactly.
+        log_alpha: ln α of the prior; a logarithm, because α may be 1e-15 and ln Γ(α) needs ln α exactly.
         weibull_k: Posterior shape k > 0.
         gamma_beta: Prior rate β > 0.
 
@@ -46,7 +46,7 @@ def kl_weibull_gamma(
 
 
 def log_alpha_shift(has_prior: bool, alpha_form: str | None, *, gamma_alpha: float, gamma_beta: float) -> float:
-    """Return ln α − ln Ψ of the Gamma prior: ln β where α = βΨ, 0 where α = Ψ; without a Ψ it is ln α itself.
+    """Return ln α − ln Ψ of the Gamma prior: ln β if α = βΨ, 0 if α = Ψ; without a Ψ, return ln α itself.
 
     Example:
         >>> log_alpha_shift(True, "psi", gamma_alpha=2.0, gamma_beta=4.0)
@@ -64,7 +64,7 @@ def weibull_gamma_key_term(log_alpha: Float[Tensor, "*s"], *, weibull_k: float, 
 
         α(γ/k + ln Γ(1 + 1/k) − ln β) + ln Γ(α) + ln k − γ − 1
 
-    ln Γ(α) is taken as ln Γ(1 + α) − ln α, whose gradient in ln α is finite however small α is.
+    ln Γ(α) is computed as ln Γ(1 + α) − ln α, whose gradient in ln α is finite however small α is.
 
     Example:
         >>> scores, log_alpha = torch.tensor(1.0), torch.tensor(0.0)
@@ -113,7 +113,7 @@ def lognormal_constant(*, sigma_q: float, sigma_p: float) -> float:
 
 @register_kl(Weibull, Gamma)
 def _kl_weibull_gamma(q: Weibull, p: Gamma) -> Tensor:
-    # torch's Weibull stores its own k and λ per entry, so Φ = ln λ + ln Γ(1 + 1/k) and the formula holds entry by entry
+    # torch's Weibull has k and λ per entry, so Φ = ln λ + ln Γ(1 + 1/k) and the formula holds entry by entry
     k, scale = q.concentration, q.scale
     alpha, beta = p.concentration, p.rate
     t1 = EULER_GAMMA * alpha / k - alpha * torch.log(scale) + torch.log(k)

@@ -1,4 +1,4 @@
-"""How spread out attention is, measured in a scope: the training loop warns when attention collapses onto one key."""
+"""Measure how spread out attention is: the training loop warns if attention collapses onto one key."""
 
 import threading
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _local = threading.local()
 
 @dataclass
 class EntropyScope:
-    """Sum over examples of the normalized entropy of their attention, and the number of examples.
+    """Sum of the normalized entropy of attention over examples, and their number; an example counts once per call.
 
     Example:
         >>> import bayesattn as ba
@@ -33,10 +33,10 @@ class EntropyScope:
 
 @contextmanager
 def observe_entropy() -> Iterator[EntropyScope]:
-    """Open a scope that measures how spread out the mean attention weights of every call in this thread are.
+    """Open a scope that measures how spread out the mean attention weights of each call in this thread are.
 
-    The measure is the entropy of softmax(Φ) in each row, divided by the logarithm of the row's number of allowed keys: 1 is
-    uniform, 0 one key. Rows with one key or none are left out. It costs a pass over the scores, so do not use it at every
+    The measure is the entropy of softmax(Φ) per row, divided by the logarithm of the row's number of allowed keys: 1 is
+    uniform, 0 is one key. Rows with one key or none are left out. It takes a pass over the scores, so do not use it at every
     step.
 
     Example:
@@ -53,7 +53,7 @@ def observe_entropy() -> Iterator[EntropyScope]:
 
 
 def is_observing_entropy() -> bool:
-    """Whether an open `observe_entropy()` scope needs the scores of a call.
+    """Return whether an open `observe_entropy()` scope needs the scores of a call.
 
     Example:
         >>> with observe_entropy():
@@ -87,8 +87,8 @@ def note_row_entropy(entropy: Tensor, keys: Tensor) -> None:
     """Add one call to the open `observe_entropy()` scope.
 
     Args:
-        entropy: Entropy of the mean weights of every query, `b h m`.
-        keys: How many keys each query may attend to, `b h m`.
+        entropy: Entropy of the mean weights of each query, `b h m`.
+        keys: Number of keys that each query may attend to, `b h m`.
 
     Example:
         >>> with observe_entropy() as seen:

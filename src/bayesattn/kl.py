@@ -4,18 +4,16 @@
         loss = model(x).loss
     loss = elbo(loss, kl.total(), kl_weight=kl_weight).loss
 
-One entry per *call*: ALBERT runs one module twelve times, a decoder once per step. Without a scope modules skip the KL
-altogether. A scope also notes Bayesian modules that have no KL (`soft`, `BAM-NOKL`): their total is 0, while a scope in
-which no Bayesian module ran is an error.
+Each *call* has an entry: ALBERT runs one module twelve times, a decoder once per step. Outside a scope, modules skip the KL.
+If only Bayesian modules without a KL ran (`soft`, `BAM-NOKL`), the total is 0; if none ran, it is an error.
 
-Usually a recorded KL is an ordinary tensor with a graph behind it. Reentrant checkpointing is the exception: it runs
-the forward without a graph and again, with one, during the backward pass, when the scope has long been closed. For such
-entries `total()` returns a value whose backward notes the gradient it receives (that is, the KL weight), and the
-recomputed call attaches its KL to its output with an identity that adds this gradient (`_Carry`). If the
-recomputation never happens, the KL would silently be lost: that raises.
+Usually a recorded KL is an ordinary tensor with a graph. Reentrant checkpointing is the exception: it runs the forward pass
+without a graph, and again with one during the backward pass, when the scope has long been closed. For such entries, the
+backward of `total()` stores the gradient that it receives (the KL weight), and the recomputed call attaches its KL to its
+output with an identity that adds this gradient (`_Carry`). A KL that is not recomputed is an error, not a silent loss.
 
-Non-reentrant checkpointing needs less: its recomputation only has to compute the KL again wherever the forward did,
-so both save the same tensors. Every module remembers whether its last forward pass with gradients recorded.
+Non-reentrant checkpointing only has to compute the KL again wherever the forward pass did, so that both save the same
+tensors. Each module therefore stores whether its last forward pass with gradients recorded a KL.
 """
 
 import threading
@@ -32,7 +30,7 @@ from bayesattn.watch import check_changes
 
 _local = threading.local()
 
-# backward pass (graph task) → the scope whose reentrant entries it has to recompute
+# graph task of a backward pass → the scope whose reentrant entries are recomputed in it
 _replaying: dict[int, "KLScope"] = {}
 
 
@@ -52,22 +50,22 @@ class KLScope:
 
     _names: list[str] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
-    # which entries were computed under no_grad; any other without a graph is a constant (frozen parameters)
+    # whether an entry was computed under no_grad; any other without a graph is a constant (frozen parameters)
     _is_detached: list[bool] = field(default_factory=list)
-    # the total, by whether gradients were on when it was read
+    # the totals, by whether gradients were on when they were read
     _totals: dict[bool, Tensor] = field(default_factory=dict)
-    # of the calls without a KL: the last module that ran, and the device of the last output
+    # for the device of a total of 0: the last module that ran, and the device of the last output without a KL
     _caller: torch.nn.Module | None = None
     _device: torch.device | None = None
-    # detached entries, still to be recomputed in backward, and the KL weight to give them
+    # numbers of detached entries and of those recomputed in the backward pass, and the KL weight for them
     _num_detached: int = 0
     _num_carried: int = 0
     _weight: Tensor | None = None
 
     def total(self) -> Tensor:
-        """Return the KL of one example: summed over calls, averaged over the batch; 0 where no call had a KL.
+        """Return the KL per example: summed over calls and averaged over the batch; 0 if no call had a KL.
 
-        Every read returns the same tensor; inside `torch.no_grad()` it is one without a graph.
+        Every read returns the same tensor; reads inside `torch.no_grad()` share another one, without a graph.
 
         Raises:
             RuntimeError: No Bayesian module ran inside the scope.
@@ -95,7 +93,7 @@ class KLScope:
         detached = [_mean(value) for value, is_detached in entries if is_detached]
         self._num_detached = len(detached)
         if len(attached) > 1 and len({(value.shape, value.dtype, value.device) for value in attached}) == 1:
-            # the calls of a model are alike: one sum over all instead of a mean of each
+            # a model's calls usually have one shape: one sum over all instead of a mean of each
             terms = [torch.stack(attached).sum() / max(attached[0].numel(), 1)]
         else:
             terms = [_mean(value) for value in attached]
@@ -107,7 +105,7 @@ class KLScope:
         return _sum(terms)
 
     def per_layer(self) -> dict[str, Tensor]:
-        """Return the KL of each module, summed over its calls and averaged over the batch; for logging, no gradient."""
+        """Return the KL of each module, summed over its calls and averaged over the batch; detached, for logging."""
         layers: dict[str, Tensor] = {}
         for name, value in zip(self._names, self._values, strict=True):
             mean = _mean(value.detach())
@@ -115,7 +113,7 @@ class KLScope:
         return layers
 
     def per_call(self) -> list[tuple[str, Tensor]]:
-        """Return (module name, KL per example) of every call in order; for logging, no gradient."""
+        """Return (module name, KL per example) of each call in order; detached, for logging."""
         return [(name, value.detach()) for name, value in zip(self._names, self._values, strict=True)]
 
     def __len__(self) -> int:
@@ -124,11 +122,11 @@ class KLScope:
 
 @contextmanager
 def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
-    """Open a scope that collects the KL of every Bayesian attention call in this thread. Scopes do not nest.
+    """Open a scope that collects the KL of every Bayesian attention call in this thread. Scopes cannot be nested.
 
     Args:
-        model: Entries are named after its modules; without it, after their classes. With it, there is a warning if the
-            optimizer does not change the priors.
+        model: Entries are named after its modules instead of their classes, and there is a warning if the optimizer does not
+            change its priors.
 
     Example:
         >>> import bayesattn as ba
@@ -157,7 +155,7 @@ def record_kl(model: torch.nn.Module | None = None) -> Iterator[KLScope]:
 
 
 def is_recording(module: torch.nn.Module) -> bool:
-    """Whether the KL of a call of `module` is needed now: a scope is open, or a backward pass recomputes a recorded call.
+    """Return whether a call of `module` needs its KL: a scope is open, or a backward pass recomputes a recorded call.
 
     Example:
         >>> layer = torch.nn.Identity()
@@ -174,18 +172,18 @@ def is_recording(module: torch.nn.Module) -> bool:
     if scope is not None:
         scope._caller = module
     has_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # only where it changes: setting an attribute of a module is slow
+    # only if it changes, because setting an attribute of a module is slow
     if has_graph and getattr(module, "_recorded_last", None) is not recording:
         setattr(module, "_recorded_last", recording)  # noqa: B010  (not an attribute nn.Module knows)
     return recording
 
 
 def record(output: Tensor, kl: Tensor | None, module: torch.nn.Module) -> Tensor:
-    """Add one call's KL to the open scope and return `output`, which carries the gradient where it must.
+    """Add one call's KL to the open scope and return `output`, with the gradient of the KL attached if necessary.
 
     Args:
         output: The attention output; always use the returned tensor in its place.
-        kl: KL of each example; None for a call without one; the scope then only notes that it ran.
+        kl: KL of each example; None for a call without a KL, which the scope only notes.
         module: The module that made the call; its `kl_name` names the entry.
 
     Example:
@@ -202,7 +200,7 @@ def record(output: Tensor, kl: Tensor | None, module: torch.nn.Module) -> Tensor
             scope._device = output.device
         return output
     if in_backward():
-        # recorded in the forward pass; a scope that is still open must not see it twice
+        # already recorded in the forward pass; a scope that is still open must not count it twice
         scope = _replayed_scope()
         return output if scope is None else _Carry.apply(output, kl, scope)
     scope = _active_scope()
@@ -226,7 +224,7 @@ def _active_scope() -> KLScope | None:
 
 
 def in_backward() -> bool:
-    """Whether this call is part of a backward pass, as when checkpointing runs a module again.
+    """Return whether this call is part of a backward pass, as when checkpointing runs a module again.
 
     Example:
         >>> in_backward()
@@ -240,7 +238,7 @@ def _replayed_scope() -> KLScope | None:
 
 
 def _mean(kl: Tensor) -> Tensor:
-    # a graph is one example, and needs neither sum nor quotient, nor their gradients
+    # one entry, as for a graph, needs neither sum nor quotient, nor their gradients
     if kl.numel() == 1:
         return kl.reshape(())
     # 0 for a zero-length batch, where mean() is NaN
@@ -252,7 +250,7 @@ def _sum(values: list[Tensor]) -> Tensor:
 
 
 class _NoteWeight(torch.autograd.Function):
-    """Identity on the value; its backward runs before the layers' and opens the scope for their recomputation."""
+    """Identity on the value; its backward runs before those of the layers and opens the scope for their recomputation."""
 
     @staticmethod
     def forward(ctx, anchor: Tensor, value: Tensor, scope: KLScope) -> Tensor:
@@ -280,7 +278,7 @@ class _NoteWeight(torch.autograd.Function):
 
 
 class _Carry(torch.autograd.Function):
-    """Identity on the output that adds the noted KL weight to the gradient of the recomputed KL."""
+    """Identity on the output that passes the stored KL weight to the recomputed KL as its gradient."""
 
     @staticmethod
     def forward(ctx, output: Tensor, kl: Tensor, scope: KLScope) -> Tensor:
@@ -297,10 +295,10 @@ class _Carry(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """Identity on the output that makes the KL's parameters reachable from it, and gives them no gradient.
+    """Identity on the output that makes the KL's parameters reachable from it, without giving them a gradient.
 
-    DDP with `find_unused_parameters=True` (the transformers Trainer's default) looks for parameters from the model's
-    outputs; a prior that only the KL reaches would count as unused, and then fail when its gradient comes.
+    DDP with `find_unused_parameters=True` (the transformers Trainer's default) searches for parameters from the model's
+    outputs. A prior reachable only from the KL would count as unused, and DDP would fail when its gradient arrives.
     """
 
     generate_vmap_rule = True

@@ -1,11 +1,11 @@
-"""How concentrated a model's attention is, per layer, head and example, without an m × n array.
+"""Measure how concentrated a model's attention is, per layer, head and example, without an m × n array.
 
     with ba.observe(model) as attention:
         model(**batch)
     attention.by_layer["bert.encoder.layer.0.attention.self"].entropy      # [b, h], in nats
 
-The numbers describe the deterministic attention softmax(Φ), even where the model samples. On a GPU they come from
-one more pass over queries and keys, which costs about a forward pass of flash attention.
+The numbers describe the deterministic attention softmax(Φ), even if the model samples. On a GPU they take one more pass
+over queries and keys, about as long as a forward pass of flash attention.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,12 +26,12 @@ from bayesattn.ops.attention.observers import Call, CallScope, observed_calls
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """Statistics of one layer, each the mean over the queries that count; NaN for an example without any.
+    """Statistics of one layer, each averaged over the queries that count; NaN for an example without any.
 
     Attributes:
         entropy: Entropy of the weights, in nats: 0 is one key, ln n is uniform over n keys.
         largest: The largest weight.
-        share: Weight on the given positions; None without any.
+        share: Weight on the given positions; None if none were given.
     """
 
     entropy: Float[Tensor, "b h"]
@@ -41,7 +41,7 @@ class LayerAttention:
 
 @dataclass(eq=False)
 class ObservedAttention:
-    """What `observe` saw; it can be read inside the scope and after it."""
+    """The statistics collected by `observe`; they can be read inside the scope and after it."""
 
     _names: Mapping[Any, str]
     _queries: Bool[Tensor, "#b m"] | None
@@ -49,7 +49,7 @@ class ObservedAttention:
 
     @property
     def calls(self) -> list[tuple[str, LayerAttention]]:
-        """(Name of the module, statistics) of every call in order; a module that runs twelve times has twelve."""
+        """(Module name, statistics) of each call in order; a module that runs twelve times has twelve entries."""
         return [
             (self._names.get(call.module, type(call.module).__name__), _layer(call, self._queries))
             for call in self._scope.calls
@@ -57,7 +57,7 @@ class ObservedAttention:
 
     @property
     def by_layer(self) -> dict[str, LayerAttention]:
-        """Statistics by the name of the module, averaged over its calls.
+        """Statistics by module name, averaged over the calls of each module.
 
         Raises:
             RuntimeError: No attention ran, or a module ran with batches of different sizes.
@@ -85,8 +85,9 @@ def observe(
 
     Args:
         model: Any model that `bayesianize` can convert, or one that is already Bayesian.
-        positions: Keys whose share of the weight to measure: a boolean mask `n` or `b n`.
-        queries: Which queries count, `m` or `b m`; usually the batch's attention mask. By default, all that have a key.
+        positions: Boolean mask, `n` or `b n`, of keys whose share of the weight to measure.
+        queries: Boolean mask, `m` or `b m`, of the queries that count, usually the attention mask; by default, all that have
+            a key.
 
     Raises:
         ValueError: The model cannot be converted, attends along the edges of a graph, or a mask is not boolean.
@@ -145,7 +146,7 @@ def _layer(call: Call, queries: Bool[Tensor, "#b m"] | None) -> LayerAttention:
 
 
 def _per_example(examples: int | None, values: Shaped[Tensor, "w h m"]) -> Shaped[Tensor, "b h rows"]:
-    """Give every example its own rows: a model may have cut each into windows, one after another."""
+    """Collect the rows of each example: a model may have cut examples into consecutive windows."""
     if examples is None or values.shape[0] <= examples or values.shape[0] % examples:
         return values
     return values.unflatten(0, (examples, -1)).transpose(1, 2).flatten(2)

@@ -1,8 +1,8 @@
-"""From half precision to float32 and back: no autocast inside, casts that saturate where float16 would overflow.
+"""Casts from half precision to float32 and back: autocast is off, and casts saturate where float16 would overflow.
 
-Scores of ±1e4 fit into float16, but gradients of a KL there often do not: a row may add e¹⁰ ≈ 22,026 to a score's
-gradient (`attention/kl.py`), times a query or key of 100, summed over keys. The nearest float16 is then ±65504, not
-infinity, which would turn into NaN one step further back. bfloat16 has float32's range and needs none of this.
+Scores of ±1e4 fit into float16, but gradients of their KL often do not: a row may add e¹⁰ ≈ 22,026 to a score's gradient
+(`ops/attention/kl.py`), times a query or key of 100, summed over keys. Such a gradient becomes ±65504, as infinity would
+turn into NaN one step further back. bfloat16 has the range of float32 and does not need this.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def without_autocast(device: str) -> AbstractContextManager:
-    """Return a scope without autocast; where autocast is off it is an empty one, which costs less."""
+    """Return a scope without autocast; if autocast is off already, an empty one, which is faster."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
@@ -22,8 +22,8 @@ def without_autocast(device: str) -> AbstractContextManager:
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast query, key and value of different types to autocast's type, as torch's attention does.
 
-    Rotary embeddings leave queries and keys in float32 where a linear layer has made the values bfloat16. Tensors of one
-    type stay as they are, and without autocast the caller refuses different types.
+    Rotary embeddings leave queries and keys in float32, whereas a linear layer returns values in bfloat16. Tensors of one
+    type stay as they are, and so do all without autocast; the caller rejects different types.
     """
     given = (query, key, value)
     types = {getattr(x, "dtype", None) for x in given}
@@ -36,7 +36,7 @@ def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:
-    """Cast to `dtype`; what lies outside float16's range becomes its largest number, NaN stays NaN."""
+    """Cast to `dtype`; numbers beyond the range of float16 become ±65504, and NaN stays NaN."""
     if dtype != torch.float16:
         return x if x.dtype == dtype else x.to(dtype)
     largest = torch.finfo(dtype).max
@@ -44,13 +44,13 @@ def saturate(x: Float[Tensor, "*s"], dtype: torch.dtype) -> Float[Tensor, "*s"]:
 
 
 def upcast(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Cast to float32 or better; `saturate` casts the gradient on its way back."""
+    """Cast to float32 or better; in the backward pass `saturate` casts the gradient."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.to(dtype) if x.dtype != torch.float16 else _Saturating.apply(x, dtype)
 
 
 def shared(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return x for use in two places: autograd adds their gradients in x's own dtype, and the sum may overflow again."""
+    """Return x for use in two places; autograd adds their gradients in x's own dtype, so in float16 the sum saturates."""
     return x if x.dtype != torch.float16 else _Saturating.apply(x, x.dtype)
 
 

@@ -1,9 +1,11 @@
-"""Prediction: M samples and their summaries (Sec. 4, App. C); the posterior mean is one ordinary `eval()` pass.
+"""Prediction: M samples and their summaries (Sec. 4, App. C).
 
-with sampling(model):            # draw in eval mode
-    model(x)
-pred = predict(model, x, num_samples=20, seed=0)
-pred.mean, pred.entropy, pred.mutual_information, pred.p_value
+    with sampling(model):            # draw in eval mode
+        model(x)
+    pred = predict(model, x, num_samples=20, seed=0)
+    pred.mean, pred.entropy, pred.mutual_information, pred.p_value
+
+The posterior mean is one ordinary `eval()` pass.
 """
 
 import threading
@@ -33,10 +35,10 @@ Task = Literal["multiclass", "multilabel", "regression"]
 
 @contextmanager
 def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
-    """Draw attention weights even though the model is in eval mode; everything else stays as in eval.
+    """Sample attention weights although the model is in eval mode; everything else stays as in eval mode.
 
-    Nested scopes add up. A copy of the model made inside one draws no attention weights; dropout layers that are switched on
-    stay on in the copy until its `eval()`.
+    Nested scopes add up. A copy of the model made inside a scope does not sample attention weights, but dropout layers that
+    are switched on stay on in the copy until its `eval()`.
 
     Args:
         model: A model with Bayesian attention somewhere inside.
@@ -80,15 +82,15 @@ def sampling(model: nn.Module, *, dropout: bool = False) -> Iterator[nn.Module]:
 
 
 _fused_lock = threading.Lock()
-# how many scopes of all threads need torch's switch off, and its value before the first
+# number of open scopes in all threads that need torch's switch off, and its value before the first
 _fused_users, _fused_before = 0, True
 
 
 @contextmanager
 def _without_fused_layers() -> Iterator[None]:
-    """Switch off torch's fused transformer layer, which is taken in eval mode and never calls its dropout modules.
+    """Switch off torch's fused transformer layer, which is used in eval mode and never calls its dropout modules.
 
-    The switch is global to the process: the first scope of any thread turns it off, the last one restores it.
+    The switch is global to the process: the first open scope of any thread turns it off, and the last one restores it.
     """
     global _fused_users, _fused_before
     with _fused_lock:
@@ -116,8 +118,8 @@ class Prediction:
     """M sampled predictions for a batch and their summaries.
 
     Attributes:
-        samples: Class probabilities of every draw (predicted values for regression); draws first.
-        logits: The model's raw outputs behind them.
+        samples: Class probabilities of each draw (predicted values for regression), draws first.
+        logits: The raw outputs behind the samples.
         task: How outputs become probabilities.
 
     Example:
@@ -143,7 +145,7 @@ class Prediction:
 
     @cached_property
     def mutual_information(self) -> Float[Tensor, "b *t"]:
-        """Entropy of the mean minus mean entropy: the part that the draws disagree about."""
+        """Entropy of the mean minus mean entropy: the uncertainty due to disagreement between draws."""
         return information_of_draws(self.samples, task=self._class_task("mutual_information"))
 
     @cached_property
@@ -175,20 +177,20 @@ def predict(
 ) -> Prediction:
     """Draw `num_samples` predictions for one batch.
 
-    Draws are made one by one, each in its own forward pass. This is right for every model, graphs included, and for any
-    batch axis. If `batch_dims` names the batch axis, several draws share a pass.
+    Each draw has its own forward pass, which is correct for every model, graphs included, and for any batch axis. If
+    `batch_dims` names the batch axis, several draws share a pass.
 
     Args:
-        model: A model with Bayesian attention; put into eval mode for the call and back afterwards.
-        inputs: A tensor, a sequence of positional arguments, a mapping of keyword arguments, or one object that the model
-            takes, such as PyG's `Data`.
-        num_samples: M.
-        seed: Same seed, same draws; torch's generators are left unchanged.
-        chunk_size: With `batch_dims`, the most draws per forward pass; None means all. The draws do not depend on it: lower
-            it when memory is short.
-        batch_dims: The batch axis of the arguments, along which they are repeated: one for all (0 in batch-first models),
-            or a sequence or mapping with one for each, None where all draws share an argument. A model that merges the
-            batch with another axis must keep it outermost. With dropout, draws are still made one by one.
+        model: A model with Bayesian attention; it is in eval mode during the call.
+        inputs: A tensor, a sequence of positional arguments, a mapping of keyword arguments, or an object such as PyG's
+            `Data`.
+        num_samples: Number of draws M.
+        seed: The same seed gives the same draws, and torch's generators are left unchanged; None draws from them.
+        chunk_size: With `batch_dims`, the most draws per forward pass; None means all. Lowering it saves memory and does not
+            change the draws.
+        batch_dims: The batch axis along which arguments are repeated: one for all (0 in batch-first models), or a sequence
+            or mapping with one per argument, None for an argument that all draws share. A model that merges the batch with
+            another axis must keep the batch outermost. With dropout, each draw still has its own pass.
         task: `multiclass` (softmax over the last axis), `multilabel` (sigmoid) or `regression` (as is).
         dropout: Also sample the dropout layers.
         output: Extracts the logits from the model's output; by default the tensor itself, `.logits`, or the first entry of
@@ -237,7 +239,7 @@ def predict(
 def _draw_together(
     forward: Callable[[int], Tensor], batch: int, num_samples: int, chunk_size: int
 ) -> Shaped[Tensor, "s ..."]:
-    """Return the draws; each draw of each example has its own noise, whatever pass it is in."""
+    """Return the draws; the noise of an example's draw does not depend on the pass that it is in."""
     seed, draws = int(draw_seed()), []
     # the first draw has its own pass: its shape shows which axis of the output is the batch
     starts = [0, *range(1, num_samples, chunk_size), num_samples]
@@ -254,7 +256,7 @@ def _gpus(model: nn.Module, values: Iterable[Any]) -> list[torch.device]:
 
 
 def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and keyword arguments that `inputs` stands for, as `predict` takes them.
+    """Return the `inputs` of `predict` as positional and keyword arguments.
 
     Example:
         >>> as_arguments((1, 2))
@@ -272,7 +274,7 @@ def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def find_logits(result: Any) -> Tensor:
-    """Return the logits in what a model returned: the tensor itself, `.logits`, or the first entry of a tuple.
+    """Return the logits in a model's output: the tensor itself, `.logits`, or the first entry of a tuple.
 
     Example:
         >>> find_logits((torch.tensor([0.5, 1.5]), "hidden states"))

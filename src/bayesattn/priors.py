@@ -1,4 +1,4 @@
-"""The contextual prior (Sec. 3.3): one weight per key, from the key itself, shared by all queries.
+"""The contextual prior (Sec. 3.3): one weight per key, computed from the key itself and shared by all queries.
 
     Ψ = softmax_j(F₂(relu(F₁(K_j))))
 
@@ -6,7 +6,7 @@ The paper indexes α and μ by the query i; Ψ has one row per key, so j is mean
 needs no module: it is `gamma_alpha` or `mu_p` of the config.
 
 Initial values come from the prior's own generator. Its seed is a hash of a name and of the state of torch's generators,
-which are read but not advanced. So soft and Bayesian models with one `torch.manual_seed` share every other initial value.
+which are read but not advanced. So soft and Bayesian models with one `torch.manual_seed` share all other initial values.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def contextual_log_prior(
 ) -> Float[Tensor, "b h 1 n"]:
     """Return ln Ψ, a log-softmax over the valid keys, in float32 or better.
 
-    A key that is not valid gets −inf; where none is valid all entries are 0 (and are never used).
+    Invalid keys get −inf. If no key is valid, all entries are 0 and unused.
 
     Example:
         >>> logits, valid = torch.zeros(1, 1, 4), torch.tensor([[[True, True, False, True]]])
@@ -54,8 +54,8 @@ class ContextualPrior(nn.Module):
         key_dim: Features of a key (of one head).
         num_heads: Heads of the keys.
         config: Uses `prior_hidden_dim`, `prior_per_head` and `detach_keys`.
-        name: Tells apart priors that are built with no draw from torch's generators in between; `bayesianize` gives the
-            attention module's name. With the same name they start from the same values.
+        name: Distinguishes priors that are built without a draw from torch's generators in between: with equal names they
+            have equal initial values. `bayesianize` passes the name of the attention module.
 
     Example:
         >>> prior = ContextualPrior(8, 2, AttentionConfig("BAM-WC"))
@@ -84,7 +84,7 @@ class ContextualPrior(nn.Module):
         self.weight_in = nn.Parameter(torch.empty(self.num_networks, key_dim, hidden, **options))
         self.bias_in = nn.Parameter(torch.empty(self.num_networks, 1, hidden, **options))
         self.weight_out = nn.Parameter(torch.empty(self.num_networks, hidden, 1, **options))
-        # cancels in the softmax; kept because the paper's network, and so its parameter count, has it
+        # cancels in the softmax; kept because it is in the paper's network and its parameter count
         self.bias_out = nn.Parameter(torch.empty(self.num_networks, 1, 1, **options))
         self.reset_parameters()
 
@@ -109,7 +109,7 @@ class ContextualPrior(nn.Module):
         return contextual_log_prior(self.logits(key), valid) if fused is None else fused.log_prior()
 
     def fused(self, key: Float[Tensor, "b h n d"], valid: Bool[Tensor, "#b #h n"] | None = None) -> KeyPrior | None:
-        """Return the kernels' inputs for ln Ψ, or None where torch must compute it; arguments as above."""
+        """Return the inputs of the kernels for ln Ψ, or None if torch must compute it; arguments as for `forward`."""
         return KeyPrior(key, self.weights(), valid, self.detach_keys) if self._runs_fused(key) else None
 
     def of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> Float[Tensor, "n h"]:
@@ -123,40 +123,40 @@ class ContextualPrior(nn.Module):
         if fused is not None:
             return fused.log_prior()
         logits = self.logits(key.transpose(0, 1)) if self.num_networks > 1 else self.logits(key).transpose(0, 1)
-        # squeezing passes the gradient back as it is; indexing would put it into a tensor of zeros
+        # squeezing passes the gradient back unchanged; indexing would copy it into a tensor of zeros
         return contextual_log_prior(logits.unsqueeze(0), used).squeeze(2).squeeze(0).transpose(0, 1)
 
     def fused_of_nodes(self, key: Float[Tensor, "n h d"], used: Bool[Tensor, "1 1 n"]) -> NodePrior | None:
-        """Return the kernels' inputs for ln Ψ of the nodes, or None where torch must compute it; arguments as above."""
+        """Return the inputs of the kernels for ln Ψ of the nodes, or None if torch must compute it, as for `of_nodes`."""
         if torch.compiler.is_compiling() or not self._runs_fused(key):
             return None
         return NodePrior(key.detach() if self.detach_keys else key, *self.weights(), used)
 
     def logits(self, key: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n"]:
-        """Return F₂(relu(F₁(K))); where the heads share a network, the leading axes may be any."""
+        """Return F₂(relu(F₁(K))); if the heads share a network, K may have any leading axes."""
         key = (key.detach() if self.detach_keys else key).to(self.weight_in.dtype)
         if self.num_networks > 1:
             hidden = torch.relu(key @ self.weight_in + self.bias_in)
             return (hidden @ self.weight_out + self.bias_out).squeeze(-1)
-        # one large product instead of one per batch entry and head; the gradient of an index would be a tensor of zeros
-        # and a copy into it, that of a reshape is free
+        # one large product instead of one per batch entry and head; reshapes, because their gradient is free, whereas that
+        # of an index is a copy into a tensor of zeros
         hidden = F.linear(key, self.weight_in.squeeze(0).T, self.bias_in.flatten()).relu_()
         return F.linear(hidden, self.weight_out.squeeze(0).T, self.bias_out.flatten()).squeeze(-1)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return W₁, b₁, W₂ and b₂."""
-        # from the dictionary: `self.weight_in` runs through Python code of torch
+        # from the dictionary, because `self.weight_in` runs Python code of torch
         held = self._parameters
         names = ("weight_in", "bias_in", "weight_out", "bias_out")
         return tuple(held[name] if name in held else getattr(self, name) for name in names)  # type: ignore[return-value]
 
     def signature(self) -> tuple:
-        """Return what decides, besides the keys, how the network is computed."""
+        """Return the properties of the network that determine, with those of the keys, how it is computed."""
         weight = self.weights()[0]
         return weight.shape, weight.dtype, weight.get_device(), self.detach_keys
 
     def _runs_fused(self, key: Tensor) -> bool:
-        # the kernels compute in float32
+        # no float64, because the kernels compute in float32
         return (
             (key.is_cuda or INTERPRETED)
             and HAS_TRITON
@@ -175,7 +175,7 @@ class ContextualPrior(nn.Module):
 
 
 def _own_generator(name: str, device: torch.device) -> torch.Generator:
-    """Return a CPU generator seeded by the state of torch's generators and a name; torch's own are not advanced."""
+    """Return a CPU generator seeded by a name and the state of torch's generators, which are not advanced."""
     digest = hashlib.blake2b(name.encode(), digest_size=8)
     digest.update(torch.get_rng_state().numpy().tobytes())
     if device.type not in ("cpu", "meta"):
@@ -186,6 +186,6 @@ def _own_generator(name: str, device: torch.device) -> torch.Generator:
 
 @torch.no_grad()
 def _draw_normal(parameter: nn.Parameter, std: float, generator: torch.Generator) -> None:
-    # on the CPU and in float32 or better: the same values on every device
+    # on the CPU and in float32 or better, so that the values are the same on every device
     wide = torch.promote_types(parameter.dtype, torch.float32)
     parameter.copy_(torch.empty(parameter.shape, dtype=wide, device="cpu").normal_(0.0, std, generator=generator))

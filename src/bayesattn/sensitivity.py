@@ -1,19 +1,19 @@
-"""How strongly a number at the end of a model depends on the scores of every attention call.
+"""Measure how strongly a number computed by a model depends on the scores of each attention call.
 
     with score_sensitivity() as calls:
         d = target(model(x))                       # one number per example
     run_backward(d, calls)
     squares = [call.squares for call in calls]     # None where d does not depend on the call
 
-Every Bayesian module that runs inside the scope adds a `Call`. Its output passes through an identity with a second input,
-the anchor, a zero that all calls of the scope share and that belongs to no parameter. In the backward pass the identity
-has the gradient of its output, from which Σ_i (∂d/∂Φ_ij)² follows: one value per example, head and key. So the forward
-pass is the model's own to the last bit, one backward pass through the activations gives all layers, and parameters need no
-gradient. One entry per call: ALBERT runs one module twelve times.
+Each call of a Bayesian module adds a `Call` (ALBERT runs one module twelve times). Its scores or its output passes through
+an identity with a second input, the anchor: a zero that all calls of the scope share and that is not a parameter. In the
+backward pass, the identity's gradient gives Σ_i (∂d/∂Φ_ij)², one value per example, head and key. The forward pass is thus
+bit-identical to the model's own, one backward pass through the activations serves all layers, and parameters need no
+gradient.
 
-Nodes of a graph mix, so their squares cannot be added up on the way. There every call has its own anchor, which is added to
-the scores of the edges. Its gradient is theirs, one number at a time; or it has a direction, and forward mode gives the
-number's tangent along it.
+The nodes of a graph depend on each other, so one backward pass cannot separate their squares. On edges each call has its own
+anchor, which is added to the scores. Its gradient is theirs, for one number at a time; or it has a direction, and forward
+mode gives the tangents of all numbers along it.
 """
 
 import threading
@@ -40,12 +40,12 @@ class Call:
 
     Attributes:
         module: The module that made it.
-        anchor: The tensor that a backward pass differentiates by; on edges, part of the scores, with gradient ∂d/∂Φ_e.
+        anchor: The tensor that a backward pass differentiates by; on edges it is added to the scores, with gradient ∂d/∂Φ_e.
         edges: The edges, for attention on edges.
-        shape: Examples, heads and keys, for attention not on edges.
-        squares: Σ_i (∂d/∂Φ_ij)² from the last backward pass that reached it; None before.
-        attention: Inputs from which the squares of a dot-product attention are computed, besides its output's gradient.
-        grad_output: That gradient, where it waits for other calls of its kind.
+        shape: Examples, heads and keys, for dense attention.
+        squares: Σ_i (∂d/∂Φ_ij)² from the last backward pass; None if it did not reach the call.
+        attention: Inputs of the squares of a dot-product attention, except the gradient of its output.
+        grad_output: That gradient, kept until the squares of calls of one kind are computed together.
     """
 
     module: nn.Module
@@ -59,10 +59,11 @@ class Call:
 
 @contextmanager
 def score_sensitivity(direction: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Iterator[list[Call]]:
-    """Open a scope that gives every Bayesian attention call of this thread an anchor. Scopes do not nest.
+    """Open a scope that gives every Bayesian attention call of this thread an anchor. Scopes cannot be nested.
 
     Args:
-        direction: On edges, returns the tangent of a module's scores, inside `torch.autograd.forward_ad.dual_level()`.
+        direction: For edges, returns the tangent of the scores, given the module and zeros of their shape; use it inside
+            `torch.autograd.forward_ad.dual_level()`.
     """
     if is_open():
         raise RuntimeError("score_sensitivity() was opened inside score_sensitivity(); close the outer scope first")
@@ -74,7 +75,7 @@ def score_sensitivity(direction: Callable[[nn.Module, Tensor], Tensor] | None = 
 
 
 def run_backward(number: Float[Tensor, " b"], calls: Sequence[Call], *, retain_graph: bool = False) -> None:
-    """Run one backward pass from the sum of the numbers, and compute the squares of every call that it reaches."""
+    """Run one backward pass from the sum of the numbers, and compute the squares of each call that it reaches."""
     for call in calls:
         call.squares = call.grad_output = None
     torch.autograd.grad(number.sum(), calls[0].anchor, allow_unused=True, retain_graph=retain_graph)
@@ -89,12 +90,12 @@ def run_backward(number: Float[Tensor, " b"], calls: Sequence[Call], *, retain_g
 
 
 def is_open() -> bool:
-    """Whether this thread is inside `score_sensitivity()`."""
+    """Return whether this thread is inside `score_sensitivity()`."""
     return getattr(_local, "calls", None) is not None
 
 
 def through_scores(scores: Float[Tensor, "*bh m n"], module: nn.Module) -> Float[Tensor, "*bh m n"]:
-    """Return the scores unchanged and add the call to the open scope; for scores of any kind, before the softmax."""
+    """Return the scores unchanged and add the call to the open scope; for any scores before a softmax."""
     shape = scores.shape
     full = scores.reshape((*shape[:-2], *([1] * (4 - len(shape))), *shape[-2:]))
     return _ThroughScores.apply(full, _local.anchor, _new_call(module, full.shape)).reshape(shape)
@@ -123,14 +124,8 @@ def through_attention(
 ) -> Float[Tensor, "b _ _ dv"]:
     """Return the output of a dot-product attention unchanged and add the call to the open scope.
 
-    Args:
-        output: The output, from any implementation: the scores are needed only in the backward pass and computed there.
-        query: Queries.
-        key: Keys.
-        value: Values.
-        module: The module that made the call.
-        heads_last: Whether the output has its heads after the queries.
-        options: Mask, bias, scale and so on, as for `squared_score_gradients`.
+    The output may come from any implementation, because the scores are computed in the backward pass; with `heads_last` its
+    heads come after its queries. `options` are mask, bias, scale and so on, as for `squared_score_gradients`.
     """
     call = _new_call(module, (*query.shape[:3], key.shape[2]))
     call.attention = ScoreGradients(query, key, value, output, heads_last, **options)
@@ -145,7 +140,7 @@ def _new_call(module: nn.Module, shape: tuple[int, ...]) -> Call:
 
 
 class _ThroughScores(torch.autograd.Function):
-    """Identity on scores; their gradient is squared, summed over queries and stored in the call."""
+    """Identity on scores; its backward squares their gradient, sums over queries and stores the result in the call."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, anchor: Tensor, call: Call) -> Tensor:
@@ -160,7 +155,7 @@ class _ThroughScores(torch.autograd.Function):
 
 
 class _ThroughAttention(torch.autograd.Function):
-    """Identity on an attention output; its gradient is stored in the call."""
+    """Identity on an attention output; its backward stores the squares in the call, or the gradient to compute them from."""
 
     @staticmethod
     def forward(ctx, output: Tensor, anchor: Tensor, call: Call) -> Tensor:

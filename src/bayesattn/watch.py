@@ -1,4 +1,4 @@
-"""Warnings about training that goes wrong silently: a KL that dwarfs the NLL, and priors that nothing trains."""
+"""Warnings about training that goes wrong silently: a KL that dwarfs the NLL, and priors that are not trained."""
 
 import warnings
 from collections.abc import Iterable
@@ -8,19 +8,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-# what a conversion adds to an attention module, by its name there
+# names of the modules that a conversion adds to an attention module
 PRIOR_NAME, WEIGHTS_NAME = "bayes_prior", "bayes_weights"
 
-# warn where the weighted KL is this many times the NLL, on average over this many micro-batches
+# warn if the weighted KL exceeds the NLL by this factor, on average over this many micro-batches
 DWARFS, BATCHES = 10.0, 100
 # warn after this many optimizer steps that left the priors unchanged (several optimizers may take turns)
 IDLE_STEPS = 3
 
 
 class KLWatch:
-    """Warns, once, if the weighted KL was `DWARFS` times the NLL over `BATCHES` micro-batches.
+    """Warns once if the weighted KL was more than `DWARFS` times the NLL over `BATCHES` micro-batches.
 
-    This can happen only without the cap of `elbo`. The watch waits for the device once per `BATCHES` micro-batches.
+    This can happen only without the cap of `elbo`. The check waits for the device once per `BATCHES` micro-batches.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class KLWatch:
         self._has_warned = False
 
     def add(self, nll: Tensor, kl: Tensor, weighted_kl: Tensor) -> None:
-        """Add one micro-batch; all three are those of an `ELBO`."""
+        """Add the three values of a micro-batch's `ELBO`."""
         if self._has_warned:
             return
         row = torch.stack([value.detach().to(nll.device, torch.float32).abs() for value in (nll, kl, weighted_kl)])
@@ -51,7 +51,7 @@ class KLWatch:
 
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of all priors and custom weights that are to be trained, by name."""
+    """Return the trainable parameters of all priors and custom weights, by name."""
     added = {PRIOR_NAME, WEIGHTS_NAME}
     return {name: p for name, p in model.named_parameters() if p.requires_grad and not added.isdisjoint(name.split("."))}
 
@@ -82,9 +82,9 @@ _seen: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
 
 
 def check_changes(model: nn.Module) -> None:
-    """Warn if the priors of `model` do not change while its other parameters do; called once per step.
+    """Warn if the priors of `model` do not change while its other parameters do; call this once per step.
 
-    An optimizer writes in place, which torch counts in the tensor's version, so no value is read.
+    Optimizers write in place, which increments the version of a tensor, so no value is read.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
