@@ -1,9 +1,27 @@
-"""All modules of a model, and temporary eval mode."""
+"""Temporary changes to a model: its modules, eval mode, and one thread at a time."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from torch import nn
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_ALL_LOCKS = threading.Lock()
+
+
+@contextmanager
+def one_thread(model: nn.Module) -> Iterator[None]:
+    """Make other threads that ask for the same model wait until the scope ends.
+
+    Modes, noise and the conversion of a plain model belong to the model. Without this, one thread could undo them while
+    another is in the middle of its forward pass.
+    """
+    with _ALL_LOCKS:
+        lock = _LOCKS.setdefault(model, threading.RLock())
+    with lock:
+        yield
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from bayesattn.batching import BatchDims, batch_axes, repeated, split_draws
 from bayesattn.metrics.disagreement import entropy, information_of_draws
 from bayesattn.metrics.significance import top_two_p_value
-from bayesattn.modes import evaluating
+from bayesattn.modes import evaluating, one_thread
 from bayesattn.nn import BayesianModule
 from bayesattn.noise.keyed import example_seeds, keyed_noise
 from bayesattn.noise.specification import draw_seed
@@ -220,13 +220,8 @@ def predict(
         values = {name: repeated(v, axes[name], count) if name in axes else v for name, v in arguments.items()}
         return found(model(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs}))
 
-    with (
-        evaluating(model),
-        sampling(model, dropout=dropout),
-        torch.random.fork_rng(_gpus(model, arguments.values()), enabled=seed is not None),
-    ):
-        if seed is not None:
-            torch.manual_seed(seed)
+    devices = _gpus(model, arguments.values())
+    with one_thread(model), evaluating(model), sampling(model, dropout=dropout), seeded(seed, devices):
         if batch == 0 or dropout:
             logits = torch.stack([forward(1) for _ in range(num_samples)])
         else:
@@ -234,6 +229,23 @@ def predict(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     link = {"multiclass": lambda x: torch.softmax(x, dim=-1), "multilabel": torch.sigmoid, "regression": lambda x: x}
     return Prediction(samples=link[task](logits), logits=logits, task=task)
+
+
+_generators = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int | None, gpus: list[torch.device]) -> Iterator[None]:
+    """Seed torch's generators, which belong to the process, and restore them afterwards; None leaves them alone.
+
+    Other threads that seed wait until the scope ends.
+    """
+    if seed is None:
+        yield
+        return
+    with _generators, torch.random.fork_rng(gpus):
+        torch.manual_seed(seed)
+        yield
 
 
 def _draw_together(

@@ -16,7 +16,7 @@ from bayesattn.config import AttentionConfig
 from bayesattn.convert import bayesianize, restore
 from bayesattn.convert.adapters import bayesian_names
 from bayesattn.convert.hosted import HostedAttention
-from bayesattn.modes import all_modules
+from bayesattn.modes import all_modules, one_thread
 from bayesattn.nn import BayesianModule
 
 # the config of a plain model for the call; without a KL it needs no prior, so no parameters are added
@@ -36,6 +36,13 @@ def bayesian(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    with one_thread(model):
+        yield from _bayesian(model, config)
+
+
+def _bayesian(
+    model: nn.Module, config: AttentionConfig | None
+) -> Iterator[tuple[dict[BayesianModule, str], list[nn.Module]]]:
     modules = all_modules(model)
     if any(isinstance(module, BayesianModule) for module in modules):
         if config is not None:

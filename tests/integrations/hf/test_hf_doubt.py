@@ -1,6 +1,8 @@
 """Doubt of every architecture of the support matrix: the model's own numbers, and the deviation of tiny noise."""
 
 import math
+import sys
+import threading
 
 import pytest
 import torch
@@ -50,3 +52,55 @@ def test_gradients_that_are_not_finite_are_refused():
     model = build("modernbert", "eager").double()
     with pytest.raises(ValueError, match=r"gradients of the target in the attention scores contain NaN"):
         ba.uncertainty(model, ARCHITECTURES["modernbert"].inputs(True), target=number)
+
+
+def in_threads(count, call):
+    """Return what `count` threads that call at the same time return or raise; they switch as often as Python can."""
+    found = []
+
+    def run():
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    return found
+
+
+@pytest.mark.parametrize("method", ["closed-form", "draws"])
+def test_threads_that_share_a_plain_model_get_the_answers_of_one(method):
+    # it is converted for a call: without a lock one thread restores it while another is in the middle of it
+    model = build("bert", "sdpa")
+    inputs = ARCHITECTURES["bert"].inputs(True)
+
+    def doubts():
+        return [ba.uncertainty(model, inputs, target=number, method=method, num_samples=3, seed=7).std for _ in range(9)]
+
+    expected = doubts()
+    for found in in_threads(4, doubts):
+        assert not isinstance(found, Exception), found
+        assert all(map(torch.equal, found, expected))
+    assert not any(isinstance(module, ba.nn.BayesianModule) for module in model.modules())
+
+
+def test_threads_that_share_a_bayesian_model_draw_what_one_draws():
+    model = ba.bayesianize(build("bert", "sdpa"), ba.AttentionConfig("BAM-NOKL"))
+    inputs = ARCHITECTURES["bert"].inputs(True)
+
+    def draws():
+        return [ba.predict(model, inputs, 3, seed=5, task="regression", output=main_output).samples for _ in range(9)]
+
+    expected = draws()
+    for found in in_threads(4, draws):
+        assert not isinstance(found, Exception), found
+        assert all(map(torch.equal, found, expected))

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from bayesattn.convert.adapters import converted_modules
 from bayesattn.convert.hosted import HostedAttention
-from bayesattn.modes import evaluating
+from bayesattn.modes import evaluating, one_thread
 from bayesattn.noise.specification import draw_seed
 from bayesattn.noise.streams import NoiseStream
-from bayesattn.prediction import sampling
+from bayesattn.prediction import sampling, seeded
 from bayesattn.scalars import check_count
 
 
@@ -125,9 +125,8 @@ def generate(
     # static caches make generate() compile the forward pass, which skips the hook that sets the position
     options = {"disable_compile": True, **generate_kwargs, "return_dict_in_generate": True, "output_logits": True}
     chunks = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None), evaluating(model):
-        if seed is not None:
-            torch.manual_seed(seed)
+    gpus = [device] if device.type == "cuda" else []
+    with one_thread(model), seeded(seed, gpus), evaluating(model):
         seeds = torch.randint(0, 2**63 - 1, (num_samples, batch), generator=_generator(draw_seed()))
         for rows in seeds.split(chunk_size or num_samples):
             repeated = {name: _repeat(value, batch, rows.shape[0]) for name, value in inputs.items()}

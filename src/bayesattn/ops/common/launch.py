@@ -136,7 +136,7 @@ def is_observed() -> bool:
 
 
 def _specialization(number: object) -> object:
-    """Return the properties that Triton specializes for: type and, of an integer, whether it is 1, a multiple of 16, or long."""
+    """Return what Triton specializes for: the type and, of an integer, whether it is 1, a multiple of 16, or long."""
     if type(number) is not int:
         return type(number)
     is_long = not -_LARGEST_INT32 <= number <= _LARGEST_INT32
