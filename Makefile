@@ -7,6 +7,8 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # every annotation is checked at run time; this more than doubles the time of some files, so the core's tests alone have it
 TYPES := --jaxtyping-packages=bayesattn,bayesattn_recipes,beartype.beartype
 WORKERS ?= 2
+# processes that share a GPU: most of the time of its tests is compilation on the host
+GPU_WORKERS ?= 8
 # a file stays with one worker, so that no worker trains a model again that another has for the same tests
 SHARED := -n $(WORKERS) --dist loadfile
 CORE := tests/unit tests/properties tests/statistical
@@ -62,7 +64,7 @@ docs: tutorials  ## the site in build/site; a broken link is an error
 	$(PYTEST) tests/site
 
 test-gpu: setup  ## on a machine with a GPU
-	$(PYTEST) -m gpu tests
+	$(PYTEST) -n $(GPU_WORKERS) -m gpu tests
 
 soak: setup      ## kills, hostile files and a long run; DATA=DIR also kills recipes that read files
 	$(TEST_ENV) $(BIN)/python benchmarks/soak/kills.py $(if $(DATA),--data $(DATA),--recipes digits,graph,vqa,captioning)
