@@ -11,8 +11,9 @@ METRICS = {"accuracy": "accuracy", "matthews": "Matthews", "pearson": "Pearson"}
 # kind: its row, and whether it has draws
 KINDS = {"MC dropout": ("dropout", True), "BAM-NOKL": ("BAM-NOKL", True), "BAM-WC": ("BAM-WC", True)}
 # settings tried on validation texts (language-search.csv, language-search-noise.csv): soft, BAM-NOKL, BAM-WC; the other
-# tasks use those of similar tasks
-SEARCHED = {"mrpc": (6, 5, 5), "cola": (5, 5, 5), "rte": (6, 5, 9), "stsb": (0, "WC's", 3)}
+# tasks use those of similar tasks. BAM-WC's five settings on MRPC and CoLA had a KL weight at which it hardly learns, so
+# none of them counts: the reported weight comes from RTE
+SEARCHED = {"mrpc": (6, 5, 0), "cola": (5, 5, 0), "rte": (6, 5, 9), "stsb": (0, "WC's", 3)}
 SHIFTED = ("characters-1", "words-1", "qqp", "mnli", "mrpc", "rte")
 
 Values = dict[tuple[str, str, str, str, bool], dict[int, float]]
