@@ -239,6 +239,13 @@ def seeded(seed: int | None, gpus: list[torch.device]) -> Iterator[None]:
     """Seed torch's generators, which belong to the process, and restore them afterwards; None leaves them alone.
 
     Other threads that seed wait until the scope ends.
+
+    Example:
+        >>> with seeded(3, []):
+        ...     first = torch.rand(2)
+        >>> with seeded(3, []):
+        ...     bool((torch.rand(2) == first).all())
+        True
     """
     if seed is None:
         yield

@@ -84,8 +84,8 @@ def show_doubt(folders: Sequence[Path], out: Path, num_samples: int, console: Co
     console.print(table)
     console.print(
         f"Accuracy {accuracy} % over {len(models)} models; no ranking changes an answer. Errors found: among the least\n"
-        "certain tenth. The closed form beats confidence on fine-tuned encoders (docs/results/doubt.md), not on\n"
-        "models trained from scratch like these.",
+        "certain tenth. The closed form ranked errors better than confidence on fine-tuned encoders\n"
+        "(docs/results/doubt.md), not on models trained from scratch like these.",
         highlight=False,
     )
     out.mkdir(parents=True, exist_ok=True)
