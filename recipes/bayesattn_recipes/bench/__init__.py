@@ -17,6 +17,7 @@ def run_suite(name: str, device: str, out: Path) -> None:
 
     from bayesattn_recipes.bench.harness import keeping_rows, write_csv
     from bayesattn_recipes.bench.plot import plot_ratios
+    from bayesattn_recipes.common.figures import write_figure
 
     if name not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
@@ -31,5 +32,5 @@ def run_suite(name: str, device: str, out: Path) -> None:
     with keeping_rows(partial):
         rows = run(device)
     write_csv(rows, out)
-    plot_ratios(rows).savefig(out.with_suffix(".png"))
+    write_figure(out.with_suffix(".png"), plot_ratios(rows))
     partial.unlink()

@@ -35,6 +35,7 @@ def caption(
     Every word comes with its probability, entropy and p-value.
     """
     from bayesattn_recipes import CAPTIONING
+    from bayesattn_recipes.common.figures import write_figure
 
     explain = CAPTIONING.load("explain")
     subject, found = explain.caption_image(run, image, data, features, num_samples=samples, seed=seed)
@@ -52,5 +53,5 @@ def caption(
     if subject.grid is None and subject.boxes is None:
         console.print("no overlay: the features have no places of their regions", soft_wrap=True)
         return
-    explain.write_overlay(subject, found, out)
+    write_figure(out, explain.plot_explanation(subject, found))
     console.print(f"overlay: {out}", soft_wrap=True)

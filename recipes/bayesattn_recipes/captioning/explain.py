@@ -1,6 +1,5 @@
 """One image, word by word: the word, its uncertainty, and where the model attends (Figure 1 of the paper)."""
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from jaxtyping import Bool, Float, Int, UInt8
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.files import write_bytes
 from bayesattn.kl import record_kl
 from bayesattn.metrics import entropy, top_two_p_value
 from bayesattn.prediction import predict
@@ -121,13 +119,6 @@ def plot_explanation(subject: Subject, found: Explanation, title: str | None = N
     columns = [f"{word} {float(p):.2f}" for word, p in zip(found.words, found.probability)]
     text = found.sentence if title is None else title
     return plot_overlay(subject.picture, shown, grid=subject.grid, boxes=subject.boxes, columns=columns, title=text)
-
-
-def write_overlay(subject: Subject, found: Explanation, path: Path) -> None:
-    """Write the figure as PNG."""
-    content = io.BytesIO()
-    plot_explanation(subject, found).savefig(content, format="png")
-    write_bytes(path, content.getvalue())
 
 
 @torch.no_grad()

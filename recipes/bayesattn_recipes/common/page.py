@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 
 from bayesattn.files import write_bytes
 from bayesattn.plots.style import BAD, COLORS, MARKERS, NEUTRAL, new_figure, plain
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.tables import holm, markdown, paired, show_p
 
 BEGIN, END = "<!-- table: bayesattn reproduce --from-csv -->", "<!-- end of table -->"
@@ -237,7 +238,7 @@ def forest(page: Page, path: Path) -> None:
     plain(ax)
     ax.set_title(page.title, fontsize=10, loc="left")
     ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
 
 
 def with_table(text: str, table: str) -> str:

@@ -47,14 +47,18 @@ def paired(ours: dict[int, float], baseline: dict[int, float]) -> Paired:
     if missing:
         raise ValueError(f"the baseline must have every seed of ours, but lacks {missing}")
     differences = [ours[seed] - baseline[seed] for seed in sorted(ours)]
+    return Paired(over_runs(differences), p_of_mean(differences))
+
+
+def p_of_mean(differences: Sequence[float]) -> float | None:
+    """Return the two-sided p-value of a t-test that the mean is 0; None for fewer than two differences."""
     if len(differences) < 2:
-        return Paired(over_runs(differences), None)
+        return None
     size = max(map(abs, differences))
     if max(differences) - min(differences) <= 1e-12 * size:
         # no spread but rounding: all differences are equal
-        return Paired(over_runs(differences), 1.0 if size == 0.0 else 0.0)
-    p_value = float(stats.ttest_1samp(differences, 0.0)[1])  # type: ignore[arg-type]
-    return Paired(over_runs(differences), p_value)
+        return 1.0 if size == 0.0 else 0.0
+    return float(stats.ttest_1samp(differences, 0.0)[1])  # type: ignore[arg-type]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -20,6 +20,7 @@ from bayesattn import metrics
 from bayesattn.doubt import Uncertainty
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.plots import plot_risk_coverage
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.digits.data import load_splits
 from bayesattn_recipes.digits.train import build_model, load_run
 
@@ -88,9 +89,8 @@ def show_doubt(folders: Sequence[Path], out: Path, num_samples: int, console: Co
         "(docs/results/doubt.md), not on models trained from scratch like these.",
         highlight=False,
     )
-    out.mkdir(parents=True, exist_ok=True)
     curves = {name: [(m.certainty[name], m.correct) for m in models] for name in models[0].certainty}
     figure = plot_risk_coverage(curves, title="errors left when the least certain answers are withheld")
-    figure.savefig(out / FIGURE)
+    write_figure(out / FIGURE, figure)
     console.print(f"figure:  {out / FIGURE}\n", soft_wrap=True, highlight=False)
     return out / FIGURE

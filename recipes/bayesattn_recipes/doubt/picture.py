@@ -20,7 +20,6 @@ seeds). The change of the area is that of `table.py`.
 """
 
 import argparse
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,9 @@ from matplotlib.ticker import MultipleLocator
 from torch import Tensor
 
 from bayesattn import metrics
-from bayesattn.files import write_bytes
 from bayesattn.plots import style
 from bayesattn.plots.doubt import shade_words
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.doubt.rankings import BASELINE, FLAGSHIP, RANKINGS, Found, Run
 from bayesattn_recipes.doubt.reproduce import TASKS, read_found
 from bayesattn_recipes.doubt.table import pool
@@ -203,9 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {
         task: [read_found(given.found / f"{task}-{seed}.safetensors") for seed in range(given.num_seeds)] for task in TASKS
     }
-    image = io.BytesIO()
-    draw(read_sentences(found[TASK][0], given.data), found).savefig(image, format="png")
-    write_bytes(given.out, image.getvalue())
+    write_figure(given.out, draw(read_sentences(found[TASK][0], given.data), found))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ over models there is one over tasks, each represented by the mean over its seeds
 """
 
 import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from scipy import stats
 
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.files import write_bytes
 from bayesattn.plots import style
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.folders import write_csv
-from bayesattn_recipes.common.tables import holm, markdown, print_tables, show_p
+from bayesattn_recipes.common.tables import holm, markdown, p_of_mean, print_tables, show_p
 from bayesattn_recipes.doubt.rankings import BASELINE, FLAGSHIP, PREDICTIVES, RANKINGS, Found, Run, measure
 
 CSV_FILE, POOLED_FILE, TABLE_FILE, PLOT_FILE = "doubt.csv", "doubt-pooled.csv", "doubt-table.md", "doubt.png"
@@ -85,9 +84,8 @@ def _values(rows: Iterable[Row], name: str, measure: str) -> dict[tuple[str, int
 
 
 def _p(differences: Sequence[float]) -> float:
-    if max(differences) == min(differences):
-        return 1.0 if differences[0] == 0.0 else 0.0
-    return float(stats.ttest_1samp(differences, 0.0)[1])  # type: ignore[arg-type]
+    found = p_of_mean(differences)
+    return 1.0 if found is None else found
 
 
 def pool(rows: Sequence[Row]) -> list[Pooled]:
@@ -102,12 +100,12 @@ def pool(rows: Sequence[Row]) -> list[Pooled]:
         logs = {run: math.log(values[run] / own[run]) for run in own}
         by_task = {task: over_runs([v for (t, _), v in logs.items() if t == task]).value for task in tasks}
         summary = over_runs(list(logs.values()))
-        p_values.append(_p(list(logs.values())))
+        p_values.append(_p([*logs.values()]))
         ends = (summary.value if end is None else end for end in (summary.value, summary.low, summary.high))
         change, low, high = (math.expm1(end) for end in ends)
         found.append(
             Pooled(
-                name, change, low, high, 1.0, _p(list(by_task.values())) if len(tasks) > 1 else 1.0,
+                name, change, low, high, 1.0, _p([*by_task.values()]),
                 sum(v < 0.0 for v in logs.values()), len(logs), {task: math.expm1(v) for task, v in by_task.items()},
             )
         )  # fmt: skip
@@ -186,8 +184,6 @@ def write(out: Path, rows: Sequence[Row], console: Console) -> Path:
     parts = [ranking_table(rows), task_table(rows, [row.ranking for row in pooled]), probability_table(rows)]
     text = "\n".join(parts)
     write_bytes(out / TABLE_FILE, text.encode())
-    image = io.BytesIO()
-    forest_plot(rows).savefig(image, format="png")
-    write_bytes(out / PLOT_FILE, image.getvalue())
+    write_figure(out / PLOT_FILE, forest_plot(rows))
     print_tables(console, text)
     return out / TABLE_FILE

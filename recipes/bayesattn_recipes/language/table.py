@@ -12,6 +12,7 @@ from bayesattn.evaluation.runs import read_predictions
 from bayesattn.files import write_bytes
 from bayesattn.metrics import tabulate_predictions
 from bayesattn.plots import plot_reliability
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.tables import Column, difference_table, markdown, mean_table, print_tables, write_csv
 from bayesattn_recipes.language.calibration_figure import plot_calibration
 from bayesattn_recipes.language.measure import read_answers, sureness
@@ -62,7 +63,7 @@ def write_tables(out: Path, cells: Sequence[Cell], tasks: dict[str, str], consol
         if find_task(task_name).kind != "regression":
             panels[name] = _draw_calibration(out / CALIBRATION_FOLDER, name, find_task(task_name), mine)
     if panels:
-        plot_calibration(panels, num_bins=6).savefig(out / CALIBRATION_FOLDER / "all.png")
+        write_figure(out / CALIBRATION_FOLDER / "all.png", plot_calibration(panels, num_bins=6))
     write_csv(out / "cells.csv", [row for cell in cells for row in _csv_rows(cell)])
     text = "\n".join(sections)
     write_bytes(out / TABLE_FILE, text.encode())
@@ -162,7 +163,6 @@ def _csv_rows(cell: Cell) -> list[dict[str, Any]]:
 
 def _draw_calibration(folder: Path, name: str, task: Task, cells: Sequence[Cell]) -> dict[str, tuple[Tensor, Tensor]]:
     """Draw one calibration plot per row, the test predictions of all seeds together; return confidences and accuracies."""
-    folder.mkdir(parents=True, exist_ok=True)
     curves = {}
     for row in dict.fromkeys(cell["row"] for cell in cells):
         tables = []
@@ -170,7 +170,7 @@ def _draw_calibration(folder: Path, name: str, task: Task, cells: Sequence[Cell]
             if cell["row"] == row:
                 tables.append(_sureness(task, cell))
         curves[row] = torch.cat([found[0] for found in tables]), torch.cat([found[1] for found in tables])
-        plot_reliability(*curves[row], title=f"{name}, {row}").savefig(folder / f"{name}-{row}.png")
+        write_figure(folder / f"{name}-{row}.png", plot_reliability(*curves[row], title=f"{name}, {row}"))
     return curves
 
 

@@ -1,6 +1,5 @@
 """Figures of the decoder's attention and its uncertainty."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +8,10 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bayesattn.files import write_bytes
 from bayesattn.plots import plot_attention
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.plots.style import title as set_title
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.translation.batches import make_batch
 from bayesattn_recipes.translation.draws import available_methods, drawing
@@ -130,10 +129,3 @@ def rejection_figure(cells: Cells, *, title: str = "") -> Figure:
     plain(ax)
     legend(ax, loc="upper left")
     return figure
-
-
-def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as PNG; the file appears whole or not at all."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    write_bytes(path, content.getvalue())

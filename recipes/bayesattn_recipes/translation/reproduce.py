@@ -11,12 +11,13 @@ from rich.console import Console
 
 from bayesattn.evaluation.runs import read_run
 from bayesattn.files import write_bytes
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.reproduce import collect, deadline_after
 from bayesattn_recipes.common.tables import choose, print_tables, write_csv
 from bayesattn_recipes.translation import bleu
 from bayesattn_recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
-from bayesattn_recipes.translation.figures import rejection_figure, write_figure
+from bayesattn_recipes.translation.figures import rejection_figure
 from bayesattn_recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
 from bayesattn_recipes.translation.tables import (
     calibration_csv_rows,

@@ -1,6 +1,5 @@
 """One question about one picture: answer, probability, p-value, and where the model attended."""
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +7,10 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from bayesattn.files import write_bytes
 from bayesattn.metrics import top_two_p_value
 from bayesattn.prediction import predict
 from bayesattn.scalars import check_count
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.vision.features import Regions, read_regions
 from bayesattn_recipes.vision.ids import find_name
@@ -54,9 +53,7 @@ class Answer:
     def draw(self, path: Path, title: str) -> None:
         """Write the picture with the attention over it."""
         figure = plot_overlay(self.image, self.maps, grid=self.grid, boxes=self.boxes, title=title)
-        content = io.BytesIO()
-        figure.savefig(content, format=path.suffix.lstrip(".") or "png")
-        write_bytes(path, content.getvalue())
+        write_figure(path, figure)
 
 
 def ask(

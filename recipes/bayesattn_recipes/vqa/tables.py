@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
+from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.tables import Cells, Column, difference_table, mean_table
 
 # noise of the curve: its variance in units of the features' own; models of photos break down only at larger noise
@@ -117,8 +118,7 @@ def draw_curve(dataset: str, by_variant: Cells, path: Path) -> None:
         ax.set_ylabel(label)
         plain(ax)
     legend(axes[0, 0])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    write_figure(path, figure)
 
 
 def _title(condition: str) -> str:
