@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from bayesattn import record_kl
 from bayesattn.cli import main
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.report import measure_run, write_report
 from bayesattn.evaluation.runs import write_predictions
 from bayesattn.files import RunError
@@ -321,7 +322,7 @@ def test_reproduce_writes_tables_and_does_not_repeat_finished_runs(data, tmp_pat
     monkeypatch.setattr(captioning_reproduce, "score", lambda *found: score(*found, use_java=False))
     options = {"num_seeds": 2, "data": None, "out": tmp_path, "console": Console(quiet=True)}
     options["settings"] = [*TINY, "num_beams=3"]
-    table = reproduce(["shapes"], ["soft", "wc"], **options)
+    table = reproduce(Request(names=["shapes"], variants=["soft", "wc"], **options))
     text = table.read_text()
     assert all(part in text for part in ("| soft |", "| BAM-WC |", "plain tokenizer", "105.0", "Difference to soft"))
     assert all(f"## shapes, {search}, ours" in text for search in ("greedy search", "3 beams"))
@@ -329,7 +330,7 @@ def test_reproduce_writes_tables_and_does_not_repeat_finished_runs(data, tmp_pat
     assert len((tmp_path / "captioning.csv").read_text().splitlines()) == 1 + 2 * 2 * 2
     monkeypatch.setattr(captioning_reproduce, "train_run", None)
     monkeypatch.setattr(captioning_reproduce, "score", None)
-    assert reproduce(["shapes"], ["soft", "wc"], **options).read_text() == text
+    assert reproduce(Request(names=["shapes"], variants=["soft", "wc"], **options)).read_text() == text
 
 
 def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, monkeypatch):
@@ -338,9 +339,10 @@ def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, mon
     monkeypatch.setattr(captioning_reproduce, "score", lambda *found: score(*found, use_java=False))
     options = {"data": None, "out": tmp_path, "console": Console(quiet=True), "settings": TINY}
     with pytest.raises(RunError, match="no run on shapes has finished"):
-        reproduce(["shapes"], ["soft"], num_seeds=1, minutes=0.0, **options)
-    reproduce(["shapes"], ["soft"], num_seeds=1, **options)
-    text = reproduce(["shapes"], ["soft", "wc"], num_seeds=3, minutes=0.0, **options).read_text()
+        reproduce(Request(names=["shapes"], variants=["soft"], num_seeds=1, minutes=0.0, **options))
+    reproduce(Request(names=["shapes"], variants=["soft"], num_seeds=1, **options))
+    request = Request(names=["shapes"], variants=["soft", "wc"], num_seeds=3, minutes=0.0, **options)
+    text = reproduce(request).read_text()
     ours = text.partition("the paper's")[0]
     assert "| soft | 1 |" in ours
     assert "BAM-WC" not in ours
@@ -355,7 +357,7 @@ def test_table_without_time_for_a_run_is_of_what_is_finished(data, tmp_path, mon
 )
 def test_unknown_rows_of_the_table_are_refused(names, variants, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        reproduce(names, variants, num_seeds=1, data=None, out=tmp_path, console=Console(quiet=True))
+        reproduce(Request(names=names, variants=variants, out=tmp_path, console=Console(quiet=True)))
 
 
 def test_every_row_of_the_table_has_its_configs():

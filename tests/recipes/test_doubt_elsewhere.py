@@ -1,6 +1,7 @@
 """Doubt on other tasks: which span and window are measured, and what the tables say."""
 
 import csv
+import dataclasses
 import io
 import json
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from language_files import write_squad
 from rich.console import Console
 
 import bayesattn as ba
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn.metrics import aurc, auroc, correct
 from bayesattn_recipes.doubt import elsewhere, questions
@@ -86,13 +88,14 @@ def test_answers_that_nothing_moves_come_first_and_are_also_left_out():
 def test_finished_models_are_read_and_the_rest_is_trained(tmp_path):
     data, out, text = write_squad(tmp_path / "data", "2.0", impossible=(1,)), tmp_path / "out", io.StringIO()
     settings = {"squad2": TINY, "digits": ["training.epochs=1"]}
-    options = {"num_seeds": 1, "data": data, "out": out, "console": Console(file=text), "settings": settings}
-    elsewhere.run(["digits"], **options)
+    options = {"seeds": dict.fromkeys(elsewhere.PARTS, 1), "settings": settings}
+    digits = Request(names=["digits"], data=data, out=out, console=Console(file=text))
+    elsewhere.run(digits, **options)
     cell = out / "cells" / "digits-0.json"
     changed = json.loads(cell.read_text())
     changed["measures"]["rows"][0]["value"] = 0.125
     cell.write_text(json.dumps(changed))
-    page = elsewhere.run(["squad2", "digits"], **options).read_text()
+    page = elsewhere.run(dataclasses.replace(digits, names=["squad2", "digits"]), **options).read_text()
     with (out / "doubt-elsewhere.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["task", "seed", "row", "measure", "value"]
@@ -102,7 +105,7 @@ def test_finished_models_are_read_and_the_rest_is_trained(tmp_path):
     }  # fmt: skip
     assert "| digits, accuracy, all | 1 | 12.50 |" in page
     with pytest.raises(RunError, match="other settings"):
-        elsewhere.run(["digits"], **{**options, "settings": {"digits": ["training.epochs=2"]}})
+        elsewhere.run(digits, **{**options, "settings": {"digits": ["training.epochs=2"]}})
 
 
 def test_table_compares_seed_by_seed():

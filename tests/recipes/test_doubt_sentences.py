@@ -11,6 +11,7 @@ from rich.console import Console
 from translation_data import generated_splits
 
 import bayesattn as ba
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.captioning import scoring
 from bayesattn_recipes.captioning.data import generate_shapes
@@ -151,13 +152,14 @@ def test_sentences_are_kept_and_scored_again_without_training(tmp_path, monkeypa
         (folder / f"{stem}.de").write_text("\n".join(pairs.sources) + "\n")
         (folder / f"{stem}.en").write_text("\n".join(pairs.targets) + "\n")
     settings = {"translation": SMALL, "captioning": [*TINY, "dataset=shapes", "num_beams=1", "max_length=4"]}
-    options = {"num_seeds": 1, "data": tmp_path / "data", "out": tmp_path / "out", "settings": settings}
-    parts = ["captioning", "translation"]
+    options = {"seeds": dict.fromkeys(elsewhere.PARTS, 1), "settings": settings}
+    places = {"data": tmp_path / "data", "out": tmp_path / "out", "console": Console(file=io.StringIO())}
+    request = Request(names=["captioning", "translation"], **places)
     shapes = generate_shapes((40, 10, 12))
     monkeypatch.setattr(elsewhere, "load_data", lambda *_: shapes)
     monkeypatch.setattr(scoring, "has_package", lambda: False)
     with pytest.raises(RunError, match="cannot be scored here: CIDEr needs pycocoevalcap"):
-        elsewhere.run(parts, console=Console(file=io.StringIO()), **options)
+        elsewhere.run(request, **options)
     monkeypatch.setattr(scoring, "has_package", lambda: True)
     for name in ("run_translation", "run_captioning"):
         monkeypatch.setattr(elsewhere, name, lambda *_: pytest.fail("trained again"))
@@ -165,7 +167,7 @@ def test_sentences_are_kept_and_scored_again_without_training(tmp_path, monkeypa
     cell = json.loads(path.read_text())
     cell["measures"]["sentences"]["texts"] = splits["test"].targets
     path.write_text(json.dumps(cell))
-    page = elsewhere.run(parts, console=Console(file=io.StringIO()), **options).read_text()
+    page = elsewhere.run(request, **options).read_text()
     with (tmp_path / "out" / "doubt-elsewhere.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["task", "seed", "row", "measure", "value"]

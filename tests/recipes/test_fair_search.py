@@ -2,7 +2,6 @@
 
 import csv
 import math
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import torch
 from language_files import call, sentiment_data
 from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.captioning import tuned as captions
 from bayesattn_recipes.common.search import (
@@ -43,9 +43,10 @@ def run(key: Key) -> dict:
     return {"mean": {"validation_nll": abs(rate - 2) + 0.1 * key.seeds[0], "accuracy": rate}}
 
 
-def study(folder, deadline=math.inf) -> Study:
+def study(folder, minutes=None) -> Study:
     RUN.clear()
-    return Study(run, lambda key: {"seeds": list(key.seeds)}, (), folder, 1, deadline, Console(quiet=True))
+    request = Request(out=folder, console=Console(quiet=True), minutes=minutes)
+    return Study(run, lambda key: {"seeds": list(key.seeds)}, (), request)
 
 
 def keys():
@@ -78,7 +79,7 @@ def test_search_without_time_says_what_is_missing(tmp_path):
     with pytest.raises(
         RunError, match=r"6 runs of the search are missing. Run the same command with more minutes to continue"
     ):
-        study(tmp_path, deadline=time.monotonic()).search(keys())
+        study(tmp_path, minutes=0.0).search(keys())
 
 
 @pytest.mark.parametrize("kinds", [digits.KINDS, graph.KINDS, captions.KINDS, questions.KINDS])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.report import figures, measure_run, write_report
 from bayesattn.evaluation.runs import read_predictions, write_predictions
 from bayesattn_recipes.graph import demo, reproduce
@@ -153,8 +154,8 @@ def _tiny_configs(monkeypatch, module):
 
 def test_reproduce_writes_tables_and_repeats_no_cell(monkeypatch, tmp_path):
     _tiny_configs(monkeypatch, reproduce)
-    console = Console(quiet=True)
-    table = reproduce.reproduce(["cora"], ["wc"], num_seeds=2, data=None, out=tmp_path, console=console)
+    request = Request(names=["cora"], variants=["wc"], num_seeds=2, out=tmp_path, console=Console(quiet=True))
+    table = reproduce.reproduce(request)
     text = table.read_text(encoding="utf-8")
     assert "| cora soft | 2 | 83.00 |" in text
     assert "| cora wc | 2 | 83.81 |" in text
@@ -164,7 +165,7 @@ def test_reproduce_writes_tables_and_repeats_no_cell(monkeypatch, tmp_path):
     seeds = (tmp_path / "graph-seeds.csv").read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[:3] for line in seeds[1:]] == [["cora", v, s] for v in ("soft", "wc") for s in ("0", "1")]
     monkeypatch.setattr(reproduce, "run_seed", lambda *args: pytest.fail("trained again"))
-    again = reproduce.reproduce(["cora"], ["wc"], num_seeds=2, data=None, out=tmp_path, console=console)
+    again = reproduce.reproduce(request)
     assert again.read_text(encoding="utf-8") == text
 
 
@@ -177,7 +178,7 @@ def test_reproduce_writes_tables_and_repeats_no_cell(monkeypatch, tmp_path):
 )
 def test_unknown_rows_are_refused(tmp_path, datasets, variants, message):
     with pytest.raises(ValueError, match=message):
-        reproduce.reproduce(datasets, variants, num_seeds=1, data=None, out=tmp_path, console=Console(quiet=True))
+        reproduce.reproduce(Request(names=datasets, variants=variants, out=tmp_path, console=Console(quiet=True)))
 
 
 def test_paired_differences_are_to_the_same_seed():

@@ -11,7 +11,7 @@ import torch
 from language_files import call, sentiment_data
 from rich.console import Console
 
-from bayesattn.cli.registry import Recipe
+from bayesattn.cli.registry import Recipe, Request
 from bayesattn.evaluation.report.gather import group_runs, read_runs
 from bayesattn.files import RunError
 from bayesattn_recipes.language import reproduce as reproducing
@@ -30,9 +30,9 @@ def sentiment():
     return sentiment_data()
 
 
-def run_table(out, sentiment, variants, num_seeds=1, settings=TINY, **options):
+def run_table(out, sentiment, variants, num_seeds=1, settings=TINY, noise=(), **options):
     options = {"data": sentiment, "out": out, "console": CONSOLE, "settings": settings, **options}
-    return reproduce(["own"], variants, num_seeds=num_seeds, **options)
+    return reproduce(Request(names=["own"], variants=variants, num_seeds=num_seeds, **options), noise=noise)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_unknown_names_are_errors(options, message, tmp_path, capsys):
 
 
 def test_option_that_a_recipe_does_not_take_is_an_error(capsys, monkeypatch):
-    module = type("Module", (), {"reproduce": staticmethod(lambda names: None)})
+    module = type("Module", (), {"reproduce": staticmethod(lambda request: None)})
     monkeypatch.setattr(Recipe, "load", lambda recipe, part: module)
-    assert call("reproduce", "digits", "--jobs", 2) == 2
-    assert "recipe 'digits' does not take jobs" in capsys.readouterr().err
+    assert call("reproduce", "digits", "--search", "--splits", 2) == 2
+    assert "recipe 'digits' does not take search, splits. Leave" in capsys.readouterr().err

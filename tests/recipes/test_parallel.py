@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.common.demo import run_side_by_side
 from bayesattn_recipes.common.parallel import MOST_FAILURES, run_all, warm_up
-from bayesattn_recipes.common.reproduce import deadline_after
 
 
 def touch(folder, name):
@@ -83,11 +83,12 @@ def test_work_where_everything_fails_is_given_up(tmp_path):
 def test_nothing_begins_after_its_time(tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    # every look at the clock takes 20 s: one to set the end, then one before each entry
-    outcome = run_all(touch, {name: (str(tmp_path), name) for name in "abcde"}, deadline=deadline_after(1.0))
-    assert names_in(tmp_path) == outcome.done == ["a", "b"]
-    assert outcome.left == ["c", "d", "e"]
-    assert outcome.reasons() == "3 were not started"
+    # every look at the clock takes 20 s: one before each entry
+    request = Request(out=tmp_path, console=Console(quiet=True), minutes=1.0, begun=0.0)
+    outcome = run_all(touch, {name: (str(tmp_path), name) for name in "abcde"}, deadline=request.deadline)
+    assert names_in(tmp_path) == outcome.done == ["a", "b", "c"]
+    assert outcome.left == ["d", "e"]
+    assert outcome.reasons() == "2 were not started"
 
 
 def test_traceback_is_written_and_removed_when_the_entry_works(tmp_path):

@@ -17,6 +17,10 @@ TRAIN = """
 def load_config(name, settings):
     raise ValueError(f"mine was asked for {name}")
 """
+REPRODUCE = """
+def reproduce(request, *, search=False):
+    return f"{request.names} {request.num_seeds} {request.deadline < float('inf')} {search}"
+"""
 SERVE = """
 class Echo:
     note = "no answer is marked"
@@ -65,6 +69,7 @@ def test_a_recipe_of_another_package_is_found_and_run(tmp_path):
         'from bayesattn.cli.registry import Recipe\nMINE = Recipe("mine", "a recipe of my own", "my_package")\n'
     )
     (package / "train.py").write_text(TRAIN)
+    (package / "reproduce.py").write_text(REPRODUCE)
     (package / "serve.py").write_text(SERVE)
     (package / "configs" / "small-wc.yaml").write_text("{}\n")
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1\n")
@@ -80,6 +85,10 @@ def test_a_recipe_of_another_package_is_found_and_run(tmp_path):
     assert "small-wc" in listed
     refused = call("train", "mine", "--config", "small-wc", "--out", str(tmp_path / "run"))
     assert (refused.returncode, refused.stderr) == (2, "bayesattn: mine was asked for small-wc\n")
+    made = call("reproduce", "mine", "--datasets", "a,b", "--seeds", "2", "--minutes", "1", "--search")
+    assert made.stdout == "table: ['a', 'b'] 2 True True\n"
+    refused = call("reproduce", "mine", "--splits", "3")
+    assert refused.stderr == "bayesattn: recipe 'mine' does not take splits. Leave the option out\n"
     write_run(tmp_path / "done", recipe="mine", variant="soft", config={}, seed=0)
     (tmp_path / "new.txt").write_text("first\nsecond\n")
     answered = call("predict", str(tmp_path / "done"), "--file", str(tmp_path / "new.txt"), "--samples", "3")

@@ -1,12 +1,12 @@
 """The engine behind all tables: what is finished is read, the rest is run seed by seed, and nothing is mixed up."""
 
 import io
-import math
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.common.reproduce import Runs, collect, run_missing
 
@@ -31,7 +31,7 @@ class Counted:
 
 
 def run(plans, out, **options):
-    return run_missing(plans, out, deadline=math.inf, console=CONSOLE, **options)
+    return run_missing(Request(out=out, console=CONSOLE), plans, **options)
 
 
 def test_runs_of_all_data_sets_begin_seed_by_seed_and_once(tmp_path):
@@ -72,6 +72,6 @@ def test_other_settings_are_refused_before_anything_runs(tmp_path):
 
 
 def test_table_without_its_required_row_is_refused(tmp_path):
-    options = {"console": CONSOLE, "required": "soft"}
+    request = Request(out=tmp_path, console=CONSOLE, minutes=0.0)
     with pytest.raises(RunError, match=r"no run of a-soft has finished. Run the same command with more minutes to continue"):
-        collect("a", ["soft", "wc"], 1, Counted(), tmp_path, deadline=-math.inf, **options)
+        collect(request, "a", ["soft", "wc"], Counted(), required="soft")

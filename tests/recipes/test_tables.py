@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 import bayesattn_recipes as recipes
+from bayesattn.cli.registry import Request
 from bayesattn_recipes.common.progress import show_runs
 from bayesattn_recipes.common.tables import choose, markdown, paired, print_tables
 
@@ -41,10 +42,10 @@ def test_every_recipe_takes_settings_and_both_names_of_a_variant(recipe, tmp_pat
     for name in ("load_data", "load_splits"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda *_: {})
-    options = {"num_seeds": 1, "data": None, "out": tmp_path, "console": Console(quiet=True)}
+    options = {"out": tmp_path, "console": Console(quiet=True), "settings": ["training.epochs=2"]}
     names = {"graph": "cora", "language": "mrpc", "translation": "multi30k", "captioning": "shapes", "vqa": "shapes"}
     with pytest.raises(Stop):
-        module.reproduce([names[recipe]], ["BAM-WC"], **options, settings=["training.epochs=2"])
+        module.reproduce(Request(names=[names[recipe]], variants=["BAM-WC"], **options))
     assert "training.epochs=2" in seen[0][1]
 
 

@@ -1,5 +1,6 @@
 """The translation recipe as a whole: it learns, its runs repeat, its command line says what is wrong with its input."""
 
+import dataclasses
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from rich.console import Console
 from translation_data import generated_splits
 
 from bayesattn.cli import main
+from bayesattn.cli.registry import Request
 from bayesattn_recipes.baselines import RIVALS
 from bayesattn_recipes.bench import translation as cost
 from bayesattn_recipes.common.config import seed_everything
@@ -401,9 +403,9 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
     splits = generated_splits(60)
     monkeypatch.setattr(reproduce, "load_splits", lambda name, data: splits)
     monkeypatch.setattr(reproduce, "NUM_SAMPLES", 2)
-    words = {"num_seeds": 2, "data": None, "out": tmp_path, "settings": [*TINY, "training.epochs=1"]}
-    console = Console(file=io.StringIO())
-    page = reproduce.reproduce(["multi30k"], ["wc", "enum"], **words, console=console)
+    words = {"num_seeds": 2, "out": tmp_path, "console": Console(file=io.StringIO())}
+    request = Request(names=["multi30k"], variants=["wc", "enum"], settings=[*TINY, "training.epochs=1"], **words)
+    page = reproduce.reproduce(request)
     text = page.read_text()
     # soft is always there; the paper's numbers stand beside ours
     for expected in (
@@ -434,9 +436,9 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
     assert cell["calibration"]["attention"] != cell["calibration"]["mean"]
     assert (tmp_path / "multi30k-rejection.png").exists()
     monkeypatch.setattr(reproduce, "train_on", lambda *args, **options: 1 / 0)
-    reproduce.reproduce(["multi30k"], ["wc", "enum"], **words, console=console)
+    reproduce.reproduce(request)
     with pytest.raises(ValueError, match="other settings"):
-        reproduce.reproduce(["multi30k"], ["wc"], **{**words, "settings": [*TINY, "training.epochs=2"]}, console=console)
+        reproduce.reproduce(dataclasses.replace(request, settings=[*TINY, "training.epochs=2"]))
     capsys.readouterr()
 
 
@@ -453,19 +455,23 @@ def test_runs_that_diverge_and_runs_that_are_missing_leave_a_table(simple_scores
     splits = generated_splits(60)
     monkeypatch.setattr(reproduce, "load_splits", lambda name, data: splits)
     monkeypatch.setattr(reproduce, "NUM_SAMPLES", 2)
-    words = {"data": None, "out": tmp_path, "settings": [*TINY, "training.epochs=1"], "console": Console(file=io.StringIO())}
+    words = {"out": tmp_path, "settings": [*TINY, "training.epochs=1"], "console": Console(file=io.StringIO())}
+
+    def run(variants, **options):
+        return reproduce.reproduce(Request(names=["multi30k"], variants=variants, **options, **words))
+
     with pytest.raises(ValueError, match="no run of multi30k-soft has finished"):
-        reproduce.reproduce(["multi30k"], ["soft"], num_seeds=1, minutes=0.0, **words)
-    reproduce.reproduce(["multi30k"], ["soft"], num_seeds=1, **words)
+        run(["soft"], num_seeds=1, minutes=0.0)
+    run(["soft"], num_seeds=1)
 
     def diverge(*args, **options):
         raise Diverged("not finite at step 3 (epoch 0); the loss is nan")
 
     monkeypatch.setattr(reproduce, "train_on", diverge)
-    text = reproduce.reproduce(["multi30k"], ["soft", "gaussian-weights"], num_seeds=1, **words).read_text()
+    text = run(["soft", "gaussian-weights"], num_seeds=1).read_text()
     assert "gaussian-weights, seed 0, diverged: not finite at step 3 (epoch 0)." in text
     monkeypatch.setattr(reproduce, "train_on", lambda *args, **options: 1 / 0)
-    text = reproduce.reproduce(["multi30k"], ["wc", "gaussian-weights"], num_seeds=2, minutes=0.0, **words).read_text()
+    text = run(["wc", "gaussian-weights"], num_seeds=2, minutes=0.0).read_text()
     assert "| soft | 1 |" in text
     assert "| wc |" not in text
     assert "diverged" in (tmp_path / "multi30k.csv").read_text()
@@ -481,7 +487,7 @@ def test_runs_that_diverge_and_runs_that_are_missing_leave_a_table(simple_scores
 )
 def test_unknown_tables_are_named(datasets, variants, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        reproduce.reproduce(datasets, variants, num_seeds=1, data=None, out=tmp_path, console=Console())
+        reproduce.reproduce(Request(names=datasets, variants=variants, out=tmp_path, console=Console()))
 
 
 def test_default_training_is_described_by_the_config():

@@ -12,6 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from bayesattn.cli import main
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.runs import SplitPredictions, read_predictions
 from bayesattn.files import RunError
 from bayesattn.metrics import evaluate_predictions, evaluate_table, pavpu
@@ -297,8 +298,9 @@ def test_checkpoint_of_something_else_is_refused(small_world, tmp_path):
 def test_reproduce_compares_seed_by_seed_and_repeats_nothing(small_world, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce_module, "NUM_SAMPLES", 2)
     console = Console(quiet=True)
-    options = {"num_seeds": 2, "data": None, "out": tmp_path, "console": console, "settings": TINY}
-    table = reproduce_module.reproduce(["shapes"], ["soft", "wc"], **options)
+    options = {"num_seeds": 2, "out": tmp_path, "console": console, "settings": TINY}
+    request = Request(names=["shapes"], variants=["soft", "wc"], **options)
+    table = reproduce_module.reproduce(request)
     text = table.read_text()
     assert "| wc − soft |" in text
     assert "Noise of 2 times the features' variance" in text
@@ -306,9 +308,9 @@ def test_reproduce_compares_seed_by_seed_and_repeats_nothing(small_world, tmp_pa
     cell = json.loads((tmp_path / "cells" / "shapes-wc-1.json").read_text())
     assert cell["identity"]["config"]["seed"] == 1
     monkeypatch.setattr(reproduce_module, "train_run", None)  # a call would raise
-    assert reproduce_module.reproduce(["shapes"], ["soft", "wc"], **options).read_text() == text
+    assert reproduce_module.reproduce(request).read_text() == text
 
 
 def test_reproduce_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(ValueError, match="datasets must be among shapes, daquar, vqa2, got 'clevr'"):
-        reproduce_module.reproduce(["clevr"], None, num_seeds=1, data=None, out=tmp_path, console=Console(quiet=True))
+        reproduce_module.reproduce(Request(names=["clevr"], out=tmp_path, console=Console(quiet=True)))

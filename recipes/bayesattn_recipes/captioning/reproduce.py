@@ -6,19 +6,19 @@ machine can score.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.runs import read_run
 from bayesattn.files import write_bytes
 from bayesattn_recipes.captioning import tuned
 from bayesattn_recipes.captioning.data import CaptionData, DatasetName, load_data
-from bayesattn_recipes.captioning.scoring import MEASURES, NO_PACKAGE, has_package, score, tools
+from bayesattn_recipes.captioning.scoring import MEASURES, score, tools
 from bayesattn_recipes.captioning.train import (
     CONFIGS,
     CaptioningConfig,
@@ -29,9 +29,7 @@ from bayesattn_recipes.captioning.train import (
     search_options,
     train_run,
 )
-from bayesattn_recipes.common.parallel import warm_up
-from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after
-from bayesattn_recipes.common.search import Study
+from bayesattn_recipes.common.reproduce import at_hand, collect
 from bayesattn_recipes.common.tables import (
     Cells,
     Column,
@@ -73,55 +71,27 @@ COMPARED = (Column("BLEU-4", "BLEU-4"), Column("CIDEr", "CIDEr"))
 FACTS = ("validation_nll", "num_parameters", "train_seconds", "distinct_captions", "tokenizer")
 
 
-def reproduce(
-    names: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    minutes: float | None = None,
-    settings: Sequence[str] = (),
-    search: bool = False,
-    jobs: int = 1,
-) -> Path:
+def reproduce(request: Request, *, search: bool = False) -> Path:
     """Train and measure what is missing, and write `captioning.md` and `captioning.csv`; return the path of the `.md` file.
 
     Args:
-        names: Data sets; None takes those available.
-        variants: Keys of `VARIANTS`; None takes all of a data set.
-        num_seeds: Runs per variant.
-        data: The folder of the data sets.
-        out: Folder for the runs and the tables; finished runs in it are not repeated.
-        console: Where to print.
-        minutes: No run begins later than this; the tables cover the finished runs, and the same call continues later.
-        settings: `name=value` on top of every config.
+        request: `names` are of data sets, by default those available; `variants` are keys of `VARIANTS`.
         search: Compare kinds of attention, each with the same number of settings (`tuned.py`); on shapes unless named.
-        jobs: Runs of a search at the same time, each in a process of its own.
+            Only this takes several `jobs`.
     """
     if search:
-        if variants is not None:
-            raise ValueError("a search compares all its kinds. Leave variants out")
-        if not has_package():
-            raise ValueError(f"a search scores captions by CIDEr, which {NO_PACKAGE}")
-        if jobs > 1:
-            warm_up([tuned.__name__])
-        study = Study(tuned.run_cell, tuned.identity, (data,), out, jobs, deadline_after(minutes), console)
-        options = {"search_seeds": tuned.SEARCH_SEEDS, "seeds": range(num_seeds), "prefix": True, "shared": tuple(settings)}
-        datasets = choose("datasets", names, get_args(DatasetName), ["shapes"])
-        return study.table("captioning-tuned", tuned.KINDS, datasets, tuned.MEASURES, tuned.COLUMNS, **options)
-    if jobs > 1:
+        return tuned.compare(request)
+    if request.jobs > 1:
         raise ValueError("jobs is for --search; these runs use the whole machine. Leave it out")
     known: tuple[DatasetName, ...] = get_args(DatasetName)
-    deadline, pages, rows = deadline_after(minutes), [], []
-    for dataset in choose("datasets", names, known, at_hand(known, data)):
+    data, out, pages, rows = request.data, request.out, [], []
+    for dataset in choose("datasets", request.names, known, at_hand(known, data)):
         available = [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()]
-        chosen = choose("variants", variants, available)
+        chosen = choose("variants", request.variants, available)
         found = load_data(dataset, None if dataset == "shapes" else data)
-        work = CaptioningRuns({variant: load_config(f"{dataset}-{variant}", settings) for variant in chosen}, found)
-        cells = collect(dataset, chosen, num_seeds, work, out, deadline=deadline, console=console)
-        with console.status("scoring captions"):
+        work = CaptioningRuns({variant: load_config(f"{dataset}-{variant}", request.settings) for variant in chosen}, found)
+        cells = collect(request, dataset, chosen, work)
+        with request.console.status("scoring captions"):
             scored = score_cells(cells, found, out / "scores", dataset)
         for decoding, table in scored.items():
             pages.append(_page(f"{dataset}, {decoding}", table))
@@ -131,7 +101,7 @@ def reproduce(
                 for seed, cell in seeds.items()
             ]
     text = "\n".join([*pages, _paper_page()])
-    print_tables(console, text)
+    print_tables(request.console, text)
     write_csv(out / "captioning.csv", rows)
     write_bytes(out / "captioning.md", text.encode())
     return out / "captioning.md"

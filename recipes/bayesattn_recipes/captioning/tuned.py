@@ -7,15 +7,16 @@ The best one is trained with seeds 0, 1, …, and its captions of the test image
 import dataclasses
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
 from bayesattn_recipes.captioning.data import CaptionData, DatasetName, load_data
-from bayesattn_recipes.captioning.scoring import score
+from bayesattn_recipes.captioning.scoring import NO_PACKAGE, has_package, score
 from bayesattn_recipes.captioning.train import CaptioningConfig, caption_split, fit, kept_row, load_config, search_options
-from bayesattn_recipes.common.search import Key, Kind
-from bayesattn_recipes.common.tables import Column
+from bayesattn_recipes.common.search import Key, Kind, Study
+from bayesattn_recipes.common.tables import Column, choose
 
 _DROPOUTS = ("dropout", (0, 0.1, 0.2, 0.3))
 # soft attention with its own dropout rate for the weights
@@ -43,6 +44,15 @@ KINDS = {
 SEARCH_SEEDS = (1001,)
 MEASURES = ("BLEU-4", "CIDEr", "ROUGE-L", "validation_nll")
 COLUMNS = (Column("BLEU-4", "BLEU-4"), Column("CIDEr", "CIDEr"), Column("NLL", "validation_nll", digits=3))
+
+
+def compare(request: Request) -> Path:
+    """Search, train and measure what is missing, and write the table; on shapes unless data sets are named."""
+    study = Study(run_cell, identity, (request.data,), request)
+    if not has_package():
+        raise ValueError(f"a search scores captions by CIDEr, which {NO_PACKAGE}")
+    datasets = choose("datasets", request.names, get_args(DatasetName), ["shapes"])
+    return study.table("captioning-tuned", KINDS, datasets, MEASURES, COLUMNS, search_seeds=SEARCH_SEEDS, prefix=True)
 
 
 def identity(key: Key) -> dict[str, Any]:

@@ -5,15 +5,13 @@ All tables store their runs in the same way: `runs/DATASET-VARIANT-SEED` is a ru
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from rich.console import Console
-
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.common.parallel import Outcome, run_all
 from bayesattn_recipes.common.progress import show_runs
@@ -39,11 +37,6 @@ class Work(Protocol):
 def at_hand(names: Sequence[Name], data: Path | None) -> list[Name]:
     """Return the data sets that can be read: `shapes`, which is generated, and those with a folder in `data`."""
     return [name for name in names if name == "shapes" or (data is not None and (data / name).is_dir())]
-
-
-def deadline_after(minutes: float | None) -> float:
-    """Return when the last run may begin, in seconds of `time.monotonic`."""
-    return float("inf") if minutes is None else time.monotonic() + 60.0 * minutes
 
 
 AnyWork = TypeVar("AnyWork", bound=Work)
@@ -87,29 +80,24 @@ def cell_path(out: Path, name: str) -> Path:
 
 
 def run_missing(
+    request: Request,
     plans: Sequence[Runs[AnyWork]],
-    out: Path,
     *,
-    deadline: float,
-    console: Console,
-    jobs: int = 1,
     is_strict: bool = False,
     on_missing: Callable[[Sequence[Runs[AnyWork]]], Any] = lambda plans: None,
 ) -> Outcome:
     """Train and measure the runs that are not finished, seed by seed, so an interrupted experiment has complete pairs.
 
     Args:
+        request: Where the runs go, how many at the same time, and until when.
         plans: The runs of every data set.
-        out: Folder of the table.
-        deadline: No run begins later, in seconds of `time.monotonic`.
-        console: Where to show progress.
-        jobs: Runs at the same time, each in a process of its own.
         is_strict: Whether an error ends the work; otherwise the other runs continue, and its traceback is in `failures`.
         on_missing: Called before the first run, with the plans that have runs missing.
 
     Raises:
         RunError: A finished run has other settings.
     """
+    out = request.out
     known = [plan.read(out) for plan in plans]
     todo = [
         (seed, name, variant, plan)
@@ -124,17 +112,17 @@ def run_missing(
     work = {name: (plan.work, variant, seed, name, out) for seed, name, variant, plan in sorted(todo, key=itemgetter(0))}
     done = sum(len(by_seed) for cells in known for by_seed in cells.values())
     begun, running, ended = itertools.count(done), itertools.count(done), itertools.count(done + 1)
-    with show_runs(console, done + len(work)) as display:
+    with show_runs(request.console, done + len(work)) as display:
 
         def run_here(*given: Any) -> None:
             place = next(running)
             run_one(*given, on_progress=lambda step, steps: display.advance(place + step / steps))
 
         outcome = run_all(
-            run_here if jobs == 1 else run_one,
+            run_here if request.jobs == 1 else run_one,
             work,
-            num_processes=jobs,
-            deadline=deadline,
+            num_processes=request.jobs,
+            deadline=request.deadline,
             is_strict=is_strict,
             on_begin=lambda name: display.begin(name, next(begun)),
             on_end=lambda name: display.advance(next(ended)),
@@ -157,36 +145,23 @@ def run_one(
 
 
 def collect(
-    dataset: str,
-    variants: Sequence[str],
-    num_seeds: int,
-    work: Work,
-    out: Path,
-    *,
-    deadline: float,
-    console: Console,
-    required: str | None = None,
-    jobs: int = 1,
+    request: Request, dataset: str, variants: Sequence[str], work: Work, *, required: str | None = None
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the measures of every variant and seed: finished runs are read, the rest are trained while there is time.
 
     Args:
+        request: What was asked for. With several jobs, a run that fails does not end the others.
         dataset: Data set of the table.
         variants: Its rows.
-        num_seeds: Runs per variant.
         work: The recipe's part.
-        out: Folder of the table.
-        deadline: No run begins later, in seconds of `time.monotonic`.
-        console: Where to show progress.
         required: A variant without which there is no table.
-        jobs: Runs at the same time, each in its own process; one that fails then does not end the others.
 
     Raises:
         RunError: Nothing, or nothing of the required variant, has been measured yet, and there was no time for a run.
     """
-    plan = Runs(dataset, work, dict.fromkeys(variants, num_seeds))
-    run_missing([plan], out, deadline=deadline, console=console, jobs=jobs, is_strict=jobs == 1)
-    found = plan.read(out)
+    plan = Runs(dataset, work, dict.fromkeys(variants, request.num_seeds))
+    run_missing(request, [plan], is_strict=request.jobs == 1)
+    found = plan.read(request.out)
     if not found or (required is not None and required not in found):
         what = f"run on {dataset}" if required is None else f"run of {dataset}-{required}"
         raise RunError(f"no {what} has finished. Run the same command with more minutes to continue")

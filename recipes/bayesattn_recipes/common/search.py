@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
-from rich.console import Console
 from torch import Tensor
 
 from bayesattn import metrics
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.measure import mean_logits
 from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.common.parallel import run_all
@@ -76,19 +76,17 @@ class Study:
         run: Trains and measures; a top-level function, called with a key and `arguments`, possibly in another process.
         identity: Returns everything that the measures depend on.
         arguments: Arguments of `run`, after the key.
-        out: Folder of the cells.
-        jobs: Cells at the same time.
-        deadline: No cell begins later, in seconds of `time.monotonic`.
-        console: Where to show progress.
+        request: What was asked for, without variants: all kinds are compared.
     """
 
     run: Callable[..., dict[str, Any]]
     identity: Callable[[Key], dict[str, Any]]
     arguments: tuple[Any, ...]
-    out: Path
-    jobs: int
-    deadline: float
-    console: Console
+    request: Request
+
+    def __post_init__(self) -> None:
+        if self.request.variants is not None:
+            raise ValueError("a search compares all its kinds. Leave variants out")
 
     def cells(self, wanted: Iterable[Key]) -> Cells:
         """Return the finished cells; run the missing ones while there is time."""
@@ -104,10 +102,15 @@ class Study:
 
         def say(name: str) -> None:
             if (count := next(left)) % 20 == 0:
-                self.console.print(f"{name}; {count} runs left", soft_wrap=True, highlight=False, markup=False)
+                self.request.console.print(f"{name}; {count} runs left", soft_wrap=True, highlight=False, markup=False)
 
         outcome = run_all(
-            _run_cell, todo, num_processes=self.jobs, deadline=self.deadline, is_strict=self.jobs == 1, on_end=say
+            _run_cell,
+            todo,
+            num_processes=self.request.jobs,
+            deadline=self.request.deadline,
+            is_strict=self.request.jobs == 1,
+            on_end=say,
         )
         if outcome.failures:
             raise RunError(outcome.reasons())
@@ -119,7 +122,7 @@ class Study:
         return found
 
     def _path(self, key: Key) -> Path:
-        return self.out / "cells" / f"{key.name}.json"
+        return self.request.out / "cells" / f"{key.name}.json"
 
     def search(self, keys: Mapping[tuple[str, str, str, int], tuple[Key, str]]) -> list[dict[str, Any]]:
         """Return the score of every setting and seed.
@@ -146,8 +149,8 @@ class Study:
         datasets: Sequence[str],
         *,
         search_seeds: Sequence[int],
-        seeds: Sequence[int],
         measures: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
+        seeds: Sequence[int] | None = None,
         prefix: bool = False,
         shared: tuple[str, ...] = (),
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -157,10 +160,10 @@ class Study:
             kinds: The kinds to compare.
             datasets: The data sets to compare them on.
             search_seeds: Seeds of every setting, which are not reported.
-            seeds: Seeds of the best one.
             measures: Turns a cell's measures by one method into the rows of a table.
+            seeds: Seeds of the best one; None takes those of the request.
             prefix: Whether the names of configs begin with the data set.
-            shared: Settings of all runs.
+            shared: Settings of all runs, beside those of the request.
 
         Returns:
             The score of every setting and seed; and the rows of the runs that are finished, by data set, kind and seed.
@@ -168,6 +171,7 @@ class Study:
         Raises:
             RunError: There was no time for all runs of the search, or for any run after it.
         """
+        seeds, shared = range(self.request.num_seeds) if seeds is None else seeds, (*shared, *self.request.settings)
         search = self.search(search_keys(kinds, datasets, search_seeds, prefix=prefix, shared=shared))
         keys = final_keys(kinds, search, datasets, seeds, prefix=prefix, shared=shared)
         found = self.cells(key for key, _ in keys.values())
@@ -215,12 +219,13 @@ class Study:
             columns: Of the table.
             shown: Rows of the table; None takes all.
         """
-        write_csv(self.out / f"{name}-search.csv", search)
-        write_csv(self.out / f"{name}.csv", rows)
+        out = self.request.out
+        write_csv(out / f"{name}-search.csv", search)
+        write_csv(out / f"{name}.csv", rows)
         text = comparison_table(rows if shown is None else shown, columns)
-        write_bytes(self.out / f"{name}.md", text.encode())
-        print_tables(self.console, text)
-        return self.out / f"{name}.md"
+        write_bytes(out / f"{name}.md", text.encode())
+        print_tables(self.request.console, text)
+        return out / f"{name}.md"
 
 
 def _run_cell(

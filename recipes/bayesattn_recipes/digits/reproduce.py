@@ -6,17 +6,15 @@ a temperature. The best one is trained with seeds 0, 1, …, and measured on the
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import crossed
-from bayesattn_recipes.common.reproduce import deadline_after
 from bayesattn_recipes.common.search import Key, Kind, Study, best_setting, cross_fitted_nll, measure_scaled
 from bayesattn_recipes.common.tables import choose, write_csv
 from bayesattn_recipes.digits.data import SHIFTS, DatasetName, evaluation_splits
@@ -52,59 +50,39 @@ SENSITIVITY = (
 SENSITIVITY_SEEDS = 5
 
 
-def reproduce(
-    names: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    settings: Sequence[str] = (),
-    jobs: int = 1,
-    minutes: float | None = None,
-) -> Path:
-    """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
+def reproduce(request: Request) -> Path:
+    """Search, train and measure what is missing, and write the table as Markdown and its runs as CSV.
 
     Args:
-        names: Of `DATASETS`; None for the digits. Files are named after the data set.
-        variants: Must be None: all kinds are compared.
-        num_seeds: Runs per kind, with seeds 0, 1, …
-        data: Not used: the images come with scikit-learn, or are generated.
-        out: Folder of the cells and the table.
-        console: Where to print.
-        settings: `name=value` on top of every config.
-        jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table then covers the finished runs. 0 trains nothing.
+        request: `names` are of `DATASETS`, by default the digits; files are named after the data set. `variants` must be
+            None: all kinds are compared. `data` is not used: the images come with scikit-learn, or are generated.
 
     Raises:
         RunError: There was no time for all runs of the search.
     """
-    if variants is not None:
+    if request.variants is not None:
         raise ValueError("leave out --variants: digits always compares all kinds")
-    deadline = deadline_after(minutes)
-    for dataset in choose("datasets", names, DATASETS, DATASETS[:1]):
-        study = Study(run_cell, _identity, (), out, jobs, deadline, console)
-        table = _compare(dataset, study, num_seeds, tuple(settings))
+    study = Study(run_cell, _identity, (), request)
+    for dataset in choose("datasets", request.names, DATASETS, DATASETS[:1]):
+        table = _compare(dataset, study)
     return table
 
 
-def _compare(dataset: str, study: Study, num_seeds: int, settings: tuple[str, ...]) -> Path:
+def _compare(dataset: str, study: Study) -> Path:
     """Run the search, the chosen settings and the changes around them, and write the files of one data set."""
     # the default is left out: the names of its cells stay as they were
-    shared, out = (*(() if dataset == DATASETS[0] else (f"dataset={dataset}",)), *settings), study.out
+    shared = () if dataset == DATASETS[0] else (f"dataset={dataset}",)
     search, rows = study.compare(
         KINDS,
         [dataset],
         search_seeds=SEARCH_SEEDS,
-        seeds=range(num_seeds),
         measures=lambda found: [{"condition": name, **{m: found[name][m] for m in MEASURES}} for name in CONDITIONS],
         shared=shared,
     )
     kind = KINDS["BAM-WC"]
     chosen = best_setting(row for row in search if row["kind"] == "BAM-WC").split()
     changed = {
-        (change, seed): Key(kind.config, (*kind.fixed, *chosen, *shared, change), (seed,))
+        (change, seed): Key(kind.config, (*kind.fixed, *chosen, *shared, *study.request.settings, change), (seed,))
         for (change,), seed in itertools.product(SENSITIVITY, range(SENSITIVITY_SEEDS))
     }
     found = study.cells(changed.values())
@@ -114,7 +92,7 @@ def _compare(dataset: str, study: Study, num_seeds: int, settings: tuple[str, ..
         if key in found
     ]
     if around:
-        write_csv(out / f"{dataset}-sensitivity.csv", around)
+        write_csv(study.request.out / f"{dataset}-sensitivity.csv", around)
     return study.write(dataset, search, rows, shown=[row for row in rows if row["condition"] == "test"])
 
 

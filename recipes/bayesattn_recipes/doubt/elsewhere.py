@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import bayesattn as ba
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.captioning import train as captioning
 from bayesattn_recipes.captioning.data import CaptionData, load_data
@@ -28,7 +29,7 @@ from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.doubt import with_noise
 from bayesattn_recipes.common.folders import write_csv
 from bayesattn_recipes.common.loop import train
-from bayesattn_recipes.common.reproduce import CELLS_FOLDER, deadline_after
+from bayesattn_recipes.common.reproduce import CELLS_FOLDER
 from bayesattn_recipes.common.tables import (
     choose,
     markdown,
@@ -160,49 +161,31 @@ def run_one(
     write_cell(path, {"task": task, "seed": seed, "settings": list(settings)}, measures)
 
 
-def run(
-    parts: Sequence[str] | None,
-    *,
-    num_seeds: int | None,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    jobs: int = 1,
-    minutes: float | None = None,
-    settings: Settings | None = None,
-) -> Path:
-    """Run what is missing, and write the CSV and the table of the finished jobs.
+def run(request: Request, *, seeds: Mapping[str, int] = SEEDS, settings: Settings | None = None) -> Path:
+    """Run what is missing, and write the CSV and the table of the finished jobs; return the Markdown file.
 
     Args:
-        parts: From `PARTS`; None takes all.
-        num_seeds: Models per data set; None takes those of `SEEDS`.
-        data: The data folder.
-        out: Folder for all results.
-        console: For the table.
-        jobs: Models at the same time, each in a process of its own.
-        minutes: No training begins later than this; the same call continues later.
-        settings: `name=value` by part, on top of its configs.
-
-    Returns:
-        The Markdown file.
+        request: `names` are of `PARTS`; seeds and settings differ by part and are not those of the request.
+        seeds: Models per data set, by part.
+        settings: `name=value` on top of the configs, by part.
     """
-    if num_seeds is not None and num_seeds < 1:
-        raise ValueError(f"num_seeds must be at least 1, got {num_seeds}")
+    data, out = request.data, request.out
+    chosen = choose("parts", request.names, tuple(PARTS))
+    if min(seeds[part] for part in chosen) < 1:
+        raise ValueError(f"seeds must be at least 1, got {min(seeds[part] for part in chosen)}")
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     given = {**(settings or {})}
     given["squad2"] = ["attention.variant=soft", *precision, *given.get("squad2", ())]
     # on every machine, so that one without a GPU can score the sentences of one with a GPU
     given["translation"] = ["training.precision=bf16", *given.get("translation", ())]
-    chosen = choose("parts", parts, tuple(PARTS))
-    seeds = {p: range(num_seeds or SEEDS[p]) for p in chosen}
-    runs = [(p, task, seed) for p in chosen for task in PARTS[p] for seed in seeds[p]]
+    runs = [(p, task, seed) for p in chosen for task in PARTS[p] for seed in range(seeds[p])]
     paths = {(task, seed): out / CELLS_FOLDER / f"{task}-{seed}.json" for _, task, seed in runs}
 
     def finished(part: str, task: str, seed: int) -> dict[str, Any] | None:
         return read_cell(paths[task, seed], {"task": task, "seed": seed, "settings": list(given.get(part, ()))})
 
     todo = [names for names in runs if finished(*names) is None]
-    if jobs > 1:
+    if request.jobs > 1:
         parallel.warm_up([run.__module__])
     prepared = None
     if any(task == "squad2" for _, task, _ in todo):
@@ -214,11 +197,11 @@ def run(
         for p, task, seed in todo
     }  # fmt: skip
     with unpacked(prepared.encoder) if prepared is not None else nullcontext():
-        outcome = parallel.run_all(run_one, work, num_processes=jobs, deadline=deadline_after(minutes))
+        outcome = parallel.run_all(run_one, work, num_processes=request.jobs, deadline=request.deadline)
     outcome.write_failures(out / FAILURES_FOLDER)
     found: list[Row] = []
     for part, task in ((p, task) for p in chosen for task in PARTS[p]):
-        cells = {seed: cell for seed in seeds[part] if (cell := finished(part, task, seed)) is not None}
+        cells = {seed: cell for seed in range(seeds[part]) if (cell := finished(part, task, seed)) is not None}
         if part in SENTENCES and cells:
             try:
                 by_seed = score_sentences(part, task, cells, given.get(part, ()), data)
@@ -233,11 +216,11 @@ def run(
     write_csv(out / CSV_FILE, found)
     text = table(found)
     write_bytes(out / TABLE_FILE, text.encode())
-    print_tables(console, text)
+    print_tables(request.console, text)
     if outcome.failures:
         raise RunError(f"not all models were trained: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
     if outcome.left:
-        console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
+        request.console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
     return out / TABLE_FILE
 
 
@@ -278,10 +261,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models at the same time")
     parser.add_argument("--minutes", type=float, help="no training begins later than this")
     given = parser.parse_args()
-    run(
-        given.parts.split(","), num_seeds=given.seeds, data=given.data, out=given.out, console=Console(), jobs=given.jobs,
+    request = Request(
+        names=given.parts.split(","), data=given.data, out=given.out, console=Console(), jobs=given.jobs,
         minutes=given.minutes,
     )  # fmt: skip
+    run(request, seeds=SEEDS if given.seeds is None else dict.fromkeys(PARTS, given.seeds))
 
 
 if __name__ == "__main__":

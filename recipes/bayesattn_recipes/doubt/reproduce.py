@@ -10,13 +10,13 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from rich.console import Console
 
 import bayesattn as ba
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.common import parallel
 from bayesattn_recipes.common.progress import show_runs
-from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, deadline_after
+from bayesattn_recipes.common.reproduce import FAILURES_FOLDER
 from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.doubt import table
 from bayesattn_recipes.doubt.examine import Found, examine
@@ -33,43 +33,22 @@ OUTSIDE_SIZE = 500
 FOUND_FOLDER = "found"
 
 
-def reproduce(
-    names: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    jobs: int = 1,
-    minutes: float | None = None,
-    settings: Sequence[str] = (),
-) -> Path:
-    """Run what is missing and write tables and the plot.
+def reproduce(request: Request) -> Path:
+    """Run what is missing, write tables and the plot, and return the Markdown file with the tables.
 
     Args:
-        names: Tasks; None takes all seven.
-        variants: Measurements of `rankings.OPTIONAL`, beside own confidence, closed form and ensembles; None makes all.
-            Draws take most of the time. Every model has ordinary attention.
-        num_seeds: Models per task.
-        data: The data folder.
-        out: Folder for all results.
-        console: For progress.
-        jobs: Models at the same time, each in a process of its own.
-        minutes: No training begins later than this; the same call continues later.
-        settings: `name=value`, on top of every config.
-
-    Returns:
-        The Markdown file with the tables.
+        request: `names` are of `TASKS`. Every model has ordinary attention; `variants` are measurements of
+            `rankings.OPTIONAL`, beside own confidence, closed form and ensembles. Draws take most of the time.
     """
-    optional = choose("variants", variants, tuple(OPTIONAL))
-    tasks = choose("tasks", names, TASKS)
+    data, out, num_seeds = request.data, request.out, request.num_seeds
+    optional = choose("variants", request.variants, tuple(OPTIONAL))
+    tasks = choose("tasks", request.names, TASKS)
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
-    base = {task: load_config(task, ["attention.variant=soft", *precision, *settings]) for task in tasks}
+    base = {task: load_config(task, ["attention.variant=soft", *precision, *request.settings]) for task in tasks}
     todo = [
         (task, seed) for seed, task in itertools.product(range(num_seeds), tasks) if not _path(out, task, seed).is_file()
     ]
-    if jobs > 1:
+    if request.jobs > 1:
         parallel.warm_up([__name__])
     prepared = {task: prepare_run(base[task], data) for task in dict.fromkeys(task for task, _ in todo)}
     outside = {task: _outside(base[task], prepared[task], data) for task in prepared}
@@ -80,19 +59,19 @@ def reproduce(
         for task, seed in todo
     }  # fmt: skip
     if work:
-        with unpacked(next(iter(prepared.values())).encoder), show_runs(console, len(work)) as display:
+        with unpacked(next(iter(prepared.values())).encoder), show_runs(request.console, len(work)) as display:
             begun, ended = itertools.count(), itertools.count(1)
             outcome = parallel.run_all(
-                run_one, work, num_processes=jobs, deadline=deadline_after(minutes),
+                run_one, work, num_processes=request.jobs, deadline=request.deadline,
                 on_begin=lambda name: display.begin(name, next(begun)), on_end=lambda name: display.advance(next(ended)),
             )  # fmt: skip
         outcome.write_failures(out / FAILURES_FOLDER)
         if outcome.failures:
             raise RunError(f"the study is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
         if outcome.left:
-            console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
+            request.console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
     found = {task: [read_found(_path(out, task, seed)) for seed in range(num_seeds)] for task in tasks}
-    return table.write(out, table.measure_all(found), console)
+    return table.write(out, table.measure_all(found), request.console)
 
 
 def _path(out: Path, task: str, seed: int) -> Path:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.evaluation.runs import environment
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import write_bytes, write_json
 from bayesattn_recipes.common import tables as _tables
-from bayesattn_recipes.common.reproduce import collect, deadline_after
+from bayesattn_recipes.common.reproduce import collect
 from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.evaluate import available_methods, draw, measure_draws
@@ -37,49 +37,26 @@ NUM_SAMPLES = 20
 DRAW_SEED = 0
 
 
-def reproduce(
-    datasets: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    settings: Sequence[str] = (),
-    splits: int | None = None,
-    jobs: int = 1,
-    minutes: float | None = None,
-) -> Path:
-    """Train and measure what is missing in `out`, write the table as Markdown, CSV and JSON, and print it.
+def reproduce(request: Request, *, splits: int | None = None) -> Path:
+    """Train and measure what is missing, write the table as Markdown, CSV and JSON, and print it.
 
     Args:
-        datasets: From `DATASETS`; None for all.
-        variants: From `VARIANTS`; None for all. Differences are to `soft`, which is always run.
-        num_seeds: Runs per data set and variant, with seeds 0, 1, …
-        data: Folder of the data sets.
-        out: Folder of the cells and the tables.
-        console: Where to print.
-        settings: `name=value` on top of every config.
+        request: `names` are of `DATASETS`, `variants` of `VARIANTS`. Differences are to `soft`, which is always run.
         splits: Number of random splits in place of the public one; soft attention, rivals and a control (`splits.py`).
-        jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table then covers the finished runs.
     """
-    datasets = _tables.choose("datasets", datasets, DATASETS)
+    datasets = _tables.choose("datasets", request.names, DATASETS)
     if splits is not None:
-        if variants is not None:
-            raise ValueError(f"leave out variants with random splits, which compare all kinds, got {','.join(variants)!r}")
-        options = {"settings": tuple(settings), "jobs": jobs, "minutes": minutes}
-        return reproduce_splits(datasets, splits=splits, data=data, out=out, console=console, **options)
-    variants = _tables.choose("variants", variants, VARIANTS)
+        if request.variants is not None:
+            given = ",".join(request.variants)
+            raise ValueError(f"leave out variants with random splits, which compare all kinds, got {given!r}")
+        return reproduce_splits(request, datasets, splits)
+    variants = _tables.choose("variants", request.variants, VARIANTS)
     variants = variants if "soft" in variants else ["soft", *variants]
-    deadline = deadline_after(minutes)
     cells = {
-        dataset: collect(
-            dataset, variants, num_seeds, GraphRuns(dataset, data, tuple(settings)), out,
-            deadline=deadline, console=console, required="soft", jobs=jobs,
-        )
+        dataset: collect(request, dataset, variants, GraphRuns(dataset, request.data, request.settings), required="soft")
         for dataset in datasets
-    }  # fmt: skip
+    }
+    out = request.out
     rows = [row for dataset, by_variant in cells.items() for row in table_rows(dataset, by_variant)]
     text = render(rows)
     _tables.write_csv(out / "graph.csv", rows)
@@ -92,9 +69,9 @@ def reproduce(
             for row in seed_rows(dataset, variant, runs)
         ],
     )
-    write_json(out / "graph.json", {"rows": rows, "num_seeds": num_seeds, "environment": environment()})
+    write_json(out / "graph.json", {"rows": rows, "num_seeds": request.num_seeds, "environment": environment()})
     write_bytes(out / "graph.md", text.encode())
-    _tables.print_tables(console, text)
+    _tables.print_tables(request.console, text)
     return out / "graph.md"
 
 
@@ -104,7 +81,7 @@ class GraphRuns:
 
     dataset: str
     data: Path | None
-    settings: tuple[str, ...] = ()
+    settings: Sequence[str] = ()
 
     def config(self, variant: str, seed: int) -> GraphConfig:
         """Return the config of a run."""

@@ -5,16 +5,16 @@ reported, by NLL after a temperature. The best one is trained on splits 1, 2, â€
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import crossed
-from bayesattn_recipes.common.reproduce import deadline_after
 from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll
 from bayesattn_recipes.graph.config import GraphConfig, load_config
 from bayesattn_recipes.graph.data import Graph, load_graph, random_split
@@ -45,34 +45,19 @@ NUM_SAMPLES = 20
 MEASURES = ("accuracy", "nll", "ece", "aurc", "scaled_nll", "scaled_ece")
 
 
-def reproduce_splits(
-    datasets: list[str],
-    *,
-    splits: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    settings: tuple[str, ...] = (),
-    jobs: int = 1,
-    minutes: float | None = None,
-) -> Path:
-    """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
+def reproduce_splits(request: Request, datasets: Sequence[str], splits: int) -> Path:
+    """Search, train and measure what is missing, and write the table as Markdown and its runs as CSV.
 
     Args:
+        request: What was asked for; instead of seeds there are splits.
         datasets: Some of Cora, Citeseer and PubMed.
         splits: Random splits, with numbers 1, 2, â€¦
-        data: Folder of the data sets.
-        out: Folder of the cells and the table.
-        console: Where to print.
-        settings: `name=value` on top of every config.
-        jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table then covers the finished runs. 0 trains nothing.
 
     Raises:
         RunError: There was no time for all runs of the search.
     """
-    study = Study(run_cell, _identity, (data,), out, jobs, deadline_after(minutes), console)
-    options = {"search_seeds": SEARCH_SPLITS, "seeds": range(1, splits + 1), "prefix": True, "shared": (*SHARED, *settings)}
+    study = Study(run_cell, _identity, (request.data,), request)
+    options = {"search_seeds": SEARCH_SPLITS, "seeds": range(1, splits + 1), "prefix": True, "shared": SHARED}
     return study.table("graph-splits", KINDS, datasets, MEASURES, **options)
 
 

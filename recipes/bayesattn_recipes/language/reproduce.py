@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.runs import Predictions, SplitPredictions, read_predictions, read_run, write_predictions, write_run
 from bayesattn.files import RunError
 from bayesattn_recipes import LANGUAGE
 from bayesattn_recipes.common import parallel
 from bayesattn_recipes.common.folders import make_run_folder, write_log
-from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, RUNS_FOLDER, Runs, cell_path, deadline_after, run_missing
+from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, RUNS_FOLDER, Runs, cell_path, run_missing
 from bayesattn_recipes.common.tables import Cells, choose, read_cell, write_cell
 from bayesattn_recipes.language import tuned
 from bayesattn_recipes.language.measure import measure_run, write_answers
@@ -61,55 +61,31 @@ ROWS: dict[str, tuple[str, str | None]] = {
 _NOT_FOR = {"regression": ("post-hoc",), "spans": ("post-hoc", "ensemble")}
 
 
-def reproduce(
-    names: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    jobs: int = 1,
-    minutes: float | None = None,
-    settings: Sequence[str] = (),
-    noise: tuple[float, ...] = (),
-    search: bool = False,
-) -> Path:
-    """Run what is missing and write the tables.
+def reproduce(request: Request, *, noise: tuple[float, ...] = (), search: bool = False) -> Path:
+    """Run what is missing, write the tables and return the Markdown file.
 
     Args:
-        names: Configs: tasks with e5-small (`mrpc`), or with the paper's settings (`albert-mrpc`). None takes every task
-            of e5-small.
-        variants: Rows of the table; None takes all.
-        num_seeds: Runs per row.
-        data: The data folder.
-        out: Where runs, cells and tables go.
-        console: For progress.
-        jobs: Runs at the same time, each in a process of its own. One run leaves a GPU mostly waiting for the host.
-        minutes: No run begins later than this; the tables cover the finished runs, and the same call continues later.
-        settings: `name=value`, on top of every config.
+        request: `names` are of configs: tasks with e5-small (`mrpc`, by default all), or with the paper's settings
+            (`albert-mrpc`); `variants` are of `ROWS`. One run leaves a GPU mostly waiting for the host, so several `jobs`
+            finish sooner.
         noise: Strengths of the shifted test sets; none by default, because they multiply the time of evaluation.
         search: Compare kinds of attention, each with the same number of settings to choose from (`tuned.py`).
-
-    Returns:
-        The Markdown file.
 
     Raises:
         RunError: Some runs failed. The others are in the tables, and the tracebacks in the folder `failures`.
     """
     if search:
-        if variants is not None or noise:
+        if request.variants is not None or noise:
             raise ValueError("a search compares all its kinds on the dev sets alone. Leave variants and noise out")
-        tasks = choose("tasks", names, tuned.TASKS)
-        options = {"settings": tuple(settings), "jobs": jobs, "minutes": minutes}
-        return tuned.compare(tasks, num_seeds=num_seeds, data=data, out=out, console=console, **options)
+        return tuned.compare(request)
     known = LANGUAGE.config_names
-    names = choose("tasks", names, known, [name for name in known if name in TASKS and name != "own"])
-    rows = choose("variants", variants, list(ROWS))
-    settings = [*_precision(settings), *settings]
-    if jobs > 1:
+    names = choose("tasks", request.names, known, [name for name in known if name in TASKS and name != "own"])
+    rows, num_seeds, out = choose("variants", request.variants, list(ROWS)), request.num_seeds, request.out
+    settings = [*_precision(request.settings), *request.settings]
+    if request.jobs > 1:
         parallel.warm_up([__name__])
-    plans = [plan_runs(LanguageRuns(load_config(name, settings), data, noise), name, rows, num_seeds) for name in names]
+    works = {name: LanguageRuns(load_config(name, settings), request.data, noise) for name in names}
+    plans = [plan_runs(work, name, rows, num_seeds) for name, work in works.items()]
     with ExitStack() as stack:
 
         def prepare(missing: Sequence[Runs[LanguageRuns]]) -> None:
@@ -117,15 +93,15 @@ def reproduce(
             for encoder in sorted({plan.work.prepared[0].encoder for plan in missing}):
                 stack.enter_context(unpacked(encoder))
 
-        outcome = run_missing(plans, out, deadline=deadline_after(minutes), console=console, jobs=jobs, on_missing=prepare)
+        outcome = run_missing(request, plans, on_missing=prepare)
     cells = [cell for plan in plans for cell in finished_rows(plan, rows, num_seeds, out)]
     if not cells:
         raise RunError(f"no run has finished: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
-    table = write_tables(out, cells, {plan.dataset: plan.work.config.task for plan in plans}, console)
+    table = write_tables(out, cells, {plan.dataset: plan.work.config.task for plan in plans}, request.console)
     if outcome.failures:
         raise RunError(f"{table} is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
     if outcome.left:
-        console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
+        request.console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
     return table
 
 

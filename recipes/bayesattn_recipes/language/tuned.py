@@ -6,19 +6,18 @@ paper's own settings: its k for each task, and its weight of the KL, β = 0.01 w
 """
 
 import dataclasses
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
 from bayesattn_recipes.common import parallel
-from bayesattn_recipes.common.reproduce import deadline_after
 from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll, measure_scaled
+from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.language.metrics import GLUE_METRICS
 from bayesattn_recipes.language.model import unpacked
 from bayesattn_recipes.language.predictor import Predictor
@@ -46,50 +45,33 @@ def kinds(task: str) -> dict[str, Kind]:
     }
 
 
-def compare(
-    tasks: Sequence[str],
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    settings: tuple[str, ...] = (),
-    jobs: int = 1,
-    minutes: float | None = None,
-) -> Path:
-    """Search, train and measure what is missing in `out`, and write the table as Markdown and its runs as CSV.
+def compare(request: Request) -> Path:
+    """Search, train and measure what is missing, and write the table as Markdown and its runs as CSV.
 
     Args:
-        tasks: Of `TASKS`.
-        num_seeds: Runs per kind, with seeds 0, 1, …
-        data: The data folder.
-        out: Folder of the cells and the table.
-        console: Where to print.
-        settings: `name=value` on top of every config.
-        jobs: Runs at the same time, each in a process of its own.
-        minutes: Begin no run after this time; the table then covers the finished runs.
+        request: `names` are of `TASKS`.
 
     Raises:
         RunError: There was no time for all runs of the search of any task.
     """
-    if jobs > 1:
+    tasks = choose("tasks", request.names, TASKS)
+    if request.jobs > 1:
         parallel.warm_up([__name__])
-    study = Study(run_cell, _identity, (data,), out, jobs, deadline_after(minutes), console)
-    shared = (*(["training.precision=bf16"] if torch.cuda.is_available() else []), *settings)
+    study = Study(run_cell, _identity, (request.data,), request)
+    shared = ("training.precision=bf16",) if torch.cuda.is_available() else ()
     rows, searches = [], []
-    with unpacked(prepare_run(_config(Key(tasks[0], shared, (0,))), data).encoder):
+    with unpacked(prepare_run(_config(Key(tasks[0], (*shared, *request.settings), (0,))), request.data).encoder):
         for task in tasks:
             try:
                 found = study.compare(
                     kinds(task),
                     [task],
                     search_seeds=SEARCH_SEEDS,
-                    seeds=range(num_seeds),
                     measures=lambda cell: [{name: cell[name] for name in MEASURES}],
                     shared=shared,
                 )
             except RunError as error:
-                console.print(f"{task}: {error}")
+                request.console.print(f"{task}: {error}")
                 continue
             searches, rows = searches + found[0], rows + found[1]
     if not rows:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.runs import read_run
 from bayesattn.files import write_bytes
 from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.guards import Diverged
-from bayesattn_recipes.common.reproduce import collect, deadline_after
+from bayesattn_recipes.common.reproduce import collect
 from bayesattn_recipes.common.tables import choose, print_tables, write_csv
 from bayesattn_recipes.translation import bleu
 from bayesattn_recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
@@ -40,48 +40,29 @@ CLOSELY = ("soft", "wc", "mc-dropout")
 NUM_SAMPLES = 20
 
 
-def reproduce(
-    datasets: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    settings: Sequence[str] = (),
-    minutes: float | None = None,
-    jobs: int = 1,
-) -> Path:
-    """Train and measure what is missing in `out`, write the tables as Markdown, CSV and JSON, and print them.
+def reproduce(request: Request) -> Path:
+    """Train and measure what is missing, write the tables as Markdown and CSV, and print them.
 
     Args:
-        datasets: From `DATASETS`; None for all.
-        variants: Config names without the data set; None for all the data set has. Differences are to `soft`, which is
-            always run.
-        num_seeds: Runs per variant, with seeds 0, 1, …
-        data: Folder of the data sets.
-        out: Folder of the runs and tables.
-        console: Where to print.
-        settings: `name=value` on top of every config.
-        minutes: Begin no run after this time; the tables then cover the finished runs. 0 trains nothing.
-        jobs: Runs at the same time, each in a process of its own.
+        request: `names` are of `DATASETS`, all by default, or `iwslt14`; `variants` are config names without the data set,
+            by default all it has. Differences are to `soft`, which is always run.
     """
-    datasets = choose("datasets", datasets, (*DATASETS, "iwslt14"), DATASETS)
-    if variants is not None:
-        variants = list(dict.fromkeys(("soft", *choose("variants", variants, VARIANTS))))
+    data, out = request.data, request.out
+    datasets = choose("datasets", request.names, (*DATASETS, "iwslt14"), DATASETS)
+    variants = None
+    if request.variants is not None:
+        variants = list(dict.fromkeys(("soft", *choose("variants", request.variants, VARIANTS))))
     bleu.corpus_bleu(["a"], ["a"])  # check for sacrebleu before hours of training
     wanted = {
         dataset: variants or [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()] for dataset in datasets
     }
     loaded = {dataset: load_splits(dataset, data) for dataset in datasets}
     foreign = load_out_of_domain(data) if data is not None else None
-    deadline, parts = deadline_after(minutes), []
+    parts = []
     for dataset in datasets:
         splits = loaded[dataset]
-        work = TranslationRuns(dataset, splits, foreign, tuple(settings))
-        cells = collect(
-            dataset, wanted[dataset], num_seeds, work, out, deadline=deadline, console=console, required="soft", jobs=jobs
-        )
+        work = TranslationRuns(dataset, splits, foreign, request.settings)
+        cells = collect(request, dataset, wanted[dataset], work, required="soft")
         comparisons = comparison_csv_rows(dataset, cells, splits)
         files = {
             "": csv_rows(dataset, cells),
@@ -95,7 +76,7 @@ def reproduce(
         parts.append(render(dataset, cells, comparisons, split_hash(splits)))
     text = "\n".join(parts)
     write_bytes(out / "translation.md", text.encode())
-    print_tables(console, text)
+    print_tables(request.console, text)
     return out / "translation.md"
 
 
@@ -106,7 +87,7 @@ class TranslationRuns:
     dataset: str
     splits: dict[str, Pairs]
     foreign: Pairs | None
-    settings: tuple[str, ...] = ()
+    settings: Sequence[str] = ()
 
     def config(self, variant: str, seed: int) -> TranslationConfig:
         """Return the config of a run."""

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.runs import read_run
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import write_bytes
 from bayesattn.metrics import expected_calibration_error, pavpu
 from bayesattn.metrics.pavpu import THRESHOLDS
-from bayesattn_recipes.common.parallel import warm_up
-from bayesattn_recipes.common.reproduce import at_hand, collect, deadline_after
-from bayesattn_recipes.common.search import Study
+from bayesattn_recipes.common.reproduce import at_hand, collect
 from bayesattn_recipes.common.tables import Cells, choose, print_tables, write_csv
 from bayesattn_recipes.vqa import tuned
 from bayesattn_recipes.vqa.accuracy import soft_targets, wordnet, wups
@@ -42,52 +40,23 @@ VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc", "uniform")
 NUM_SAMPLES = 20
 
 
-def reproduce(
-    names: Sequence[str] | None,
-    variants: Sequence[str] | None,
-    *,
-    num_seeds: int,
-    data: Path | None,
-    out: Path,
-    console: Console,
-    minutes: float | None = None,
-    settings: Sequence[str] = (),
-    search: bool = False,
-    jobs: int = 1,
-) -> Path:
+def reproduce(request: Request, *, search: bool = False) -> Path:
     """Train every variant on every data set with several seeds; write and print the tables, and return their file.
 
     Args:
-        names: Data sets; None takes those whose files are in `data`, and shapes.
-        variants: From `VARIANTS`; None takes all. Differences are to `soft`, if it is among them.
-        num_seeds: Runs per variant.
-        data: The folder of the data sets.
-        out: Folder of the runs; finished runs are not repeated.
-        console: Where to print.
-        minutes: No run begins later than this; the tables cover the finished runs, and the same call continues later.
-        settings: `name=value` on top of every config.
+        request: `names` are of `DATASETS`, by default shapes and those with files in `data`; `variants` are of `VARIANTS`.
+            Differences are to `soft`, if it is among them.
         search: Compare kinds of attention, each with the same number of settings (`tuned.py`); on shapes unless named.
-        jobs: Runs of a search at the same time, each in a process of its own.
+            Only this takes several `jobs`.
     """
     if search:
-        if variants is not None:
-            raise ValueError("a search compares all its kinds. Leave variants out")
-        if jobs > 1:
-            warm_up([tuned.__name__])
-        study = Study(tuned.run_cell, tuned.identity, (data,), out, jobs, deadline_after(minutes), console)
-        options = {"search_seeds": tuned.SEARCH_SEEDS, "seeds": range(num_seeds), "prefix": True, "shared": tuple(settings)}
-        datasets = choose("datasets", names, DATASETS, ["shapes"])
-        return study.table("vqa-tuned", tuned.KINDS, datasets, tuned.MEASURES, tuned.COLUMNS, **options)
-    if jobs > 1:
+        return tuned.compare(request)
+    if request.jobs > 1:
         raise ValueError("jobs is for --search; these runs use the whole machine. Leave it out")
-    names = choose("datasets", names, DATASETS, at_hand(DATASETS, data))
-    variants = choose("variants", variants, VARIANTS)
-    deadline = deadline_after(minutes)
+    out, variants = request.out, choose("variants", request.variants, VARIANTS)
     results: dict[str, Cells] = {
-        dataset: collect(
-            dataset, variants, num_seeds, VQARuns(dataset, data, tuple(settings)), out, deadline=deadline, console=console
-        )
-        for dataset in names
+        dataset: collect(request, dataset, variants, VQARuns(dataset, request.data, request.settings))
+        for dataset in choose("datasets", request.names, DATASETS, at_hand(DATASETS, request.data))
     }
     text = "".join(render(dataset, by_variant, NUM_SAMPLES) for dataset, by_variant in results.items())
     rows = [
@@ -101,7 +70,7 @@ def reproduce(
     for dataset, by_variant in results.items():
         draw_curve(dataset, by_variant, out / f"vqa-{dataset}-noise.png")
     write_bytes(out / "vqa.md", text.encode())
-    print_tables(console, text)
+    print_tables(request.console, text)
     return out / "vqa.md"
 
 
@@ -111,7 +80,7 @@ class VQARuns:
 
     dataset: str
     data: Path | None
-    settings: tuple[str, ...] = ()
+    settings: Sequence[str] = ()
 
     def config(self, variant: str, seed: int) -> VQAConfig:
         """Return the config of a run."""

@@ -7,13 +7,14 @@ Settings are scored on the validation questions by a seed that is not reported, 
 import dataclasses
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
-from bayesattn_recipes.common.search import Key, Kind
-from bayesattn_recipes.common.tables import Column
-from bayesattn_recipes.vqa.data import load_splits
+from bayesattn_recipes.common.search import Key, Kind, Study
+from bayesattn_recipes.common.tables import Column, choose
+from bayesattn_recipes.vqa.data import DatasetName, load_splits
 from bayesattn_recipes.vqa.evaluate import Condition, choose_device, tabulate, training_precision
 from bayesattn_recipes.vqa.train import VQAConfig, fit, load_config
 
@@ -40,6 +41,13 @@ COLUMNS = (
     Column("under noise", "noisy_accuracy", 100.0),
     Column("NLL", "nll", digits=3),
 )
+
+
+def compare(request: Request) -> Path:
+    """Search, train and measure what is missing, and write the table; on shapes unless data sets are named."""
+    study = Study(run_cell, identity, (request.data,), request)
+    datasets = choose("datasets", request.names, get_args(DatasetName), ["shapes"])
+    return study.table("vqa-tuned", KINDS, datasets, MEASURES, COLUMNS, search_seeds=SEARCH_SEEDS, prefix=True)
 
 
 def identity(key: Key) -> dict[str, Any]:

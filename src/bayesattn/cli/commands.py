@@ -192,7 +192,7 @@ def reproduce(
     variants: Annotated[
         str | None, typer.Option(help="Variants, separated by commas, as wc or BAM-WC; default: all.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = registry.Request.num_seeds,
     data: DataOption = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the runs and the tables; finished runs in it are not repeated.")
@@ -228,13 +228,16 @@ def reproduce(
         return
     module = registry.find(recipe).load("reproduce")
     names, chosen = (None if text is None else text.split(",") for text in (only, variants))
-    given = {"jobs": jobs if jobs > 1 else None, "minutes": minutes, "settings": settings or None, "splits": splits}
-    given |= {"noise": None if noise is None else _numbers("noise", noise), "search": search or None}
+    request = registry.Request(
+        names=names, variants=chosen, num_seeds=seeds, data=data, out=out, console=console, settings=settings or (),
+        jobs=jobs, minutes=minutes,
+    )  # fmt: skip
+    given = {"noise": None if noise is None else _numbers("noise", noise), "search": search or None, "splits": splits}
     options = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(options.keys() - inspect.signature(module.reproduce).parameters.keys())
     if unknown:
         raise ValueError(f"recipe {recipe!r} does not take {', '.join(unknown)}. Leave the option out")
-    table = module.reproduce(names, chosen, num_seeds=seeds, data=data, out=out, console=console, **options)
+    table = module.reproduce(request, **options)
     console.print(f"table: {table}", soft_wrap=True)
 
 

@@ -4,18 +4,23 @@
     mine = "my_package:RECIPE"                   # RECIPE = Recipe("mine", "what it does", package="my_package")
 
 A recipe is a package with a module `train` (`load_config`, `train_run`) and a folder `configs` of YAML files. These modules
-are optional: `evaluate` (`predict_run`), `reproduce` (`reproduce`) and `commands` (`register`, for its own commands, such as
-`demo` and `predict` in the paper's recipes). A module is imported when it is used, because each recipe has its own
-dependencies.
+are optional: `evaluate` (`predict_run`), `reproduce` (a function of the same name that takes a `Request`) and `commands`
+(`register`, for its own commands, such as `demo` and `predict` in the paper's recipes). A module is imported when used,
+because each recipe has its own dependencies.
 """
 
 import importlib
+import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GROUP = "bayesattn.recipes"
 INSTALL = "pip install bayesattn-recipes (in a clone: pip install -e ./recipes)"
@@ -80,6 +85,40 @@ class Recipe:
         for name in field.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value != dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `bayesattn reproduce` asks of a recipe; one that cannot do a part of it raises a ValueError.
+
+    Attributes:
+        names: Data sets or tasks; None takes the recipe's own choice.
+        variants: Rows of the table; None takes all.
+        num_seeds: Runs per row, with seeds 0, 1, …
+        data: Folder of the data sets.
+        out: Folder of the runs and the tables; finished runs in it are not repeated.
+        console: Where to print.
+        settings: `name=value` on top of every config.
+        jobs: Runs at the same time, each in a process of its own.
+        minutes: No run begins later; the tables cover the finished runs, and the same request continues. 0 trains nothing.
+        begun: When the minutes began, in seconds of `time.monotonic`.
+    """
+
+    names: Sequence[str] | None = None
+    variants: Sequence[str] | None = None
+    num_seeds: int = 5
+    data: Path | None = None
+    out: Path
+    console: "Console"
+    settings: Sequence[str] = ()
+    jobs: int = 1
+    minutes: float | None = None
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """When the last run may begin, in seconds of `time.monotonic`."""
+        return float("inf") if self.minutes is None else self.begun + 60.0 * self.minutes
 
 
 def installed() -> dict[str, Recipe]:
