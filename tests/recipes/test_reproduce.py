@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
-from bayesattn_recipes.common.reproduce import Runs, collect, run_missing
+from bayesattn_recipes.common.reproduce import Runs, collect, run_plans
 
 CONSOLE = Console(file=io.StringIO())
 
@@ -31,16 +31,17 @@ class Counted:
 
 
 def run(plans, out, **options):
-    return run_missing(Request(out=out, console=CONSOLE), plans, **options)
+    return run_plans(Request(out=out, console=CONSOLE), plans, **options)
 
 
 def test_runs_of_all_data_sets_begin_seed_by_seed_and_once(tmp_path):
     work = Counted()
     plans = [Runs("a", work, {"soft": 2, "wc": 1}), Runs("b", work, {"soft": 2})]
-    run(plans, tmp_path)
+    found, _ = run(plans, tmp_path)
     assert work.begun == ["a-soft-0", "a-wc-0", "b-soft-0", "a-soft-1", "b-soft-1"]
-    assert plans[0].read(tmp_path) == {"soft": {0: {"measure": 0}, 1: {"measure": 10}}, "wc": {0: {"measure": 0}}}
-    run(plans, tmp_path, on_missing=lambda plans: pytest.fail("nothing is missing"))
+    assert found["a"] == {"soft": {0: {"measure": 0}, 1: {"measure": 10}}, "wc": {0: {"measure": 0}}}
+    again, _ = run(plans, tmp_path, on_missing=lambda plans: pytest.fail("nothing is missing"))
+    assert again == found
     assert len(work.begun) == 5
 
 
@@ -55,9 +56,9 @@ def test_only_plans_with_missing_runs_are_prepared(tmp_path):
 def test_failed_run_leaves_its_traceback_and_the_others(tmp_path):
     work = Counted(failing=(("soft", 0),))
     plan = Runs("a", work, {"soft": 2})
-    outcome = run([plan], tmp_path)
+    found, outcome = run([plan], tmp_path)
     assert list(outcome.failures) == ["a-soft-0"]
-    assert plan.read(tmp_path) == {"soft": {1: {"measure": 10}}}
+    assert found == {"a": {"soft": {1: {"measure": 10}}}}
     assert "out of memory" in (tmp_path / "failures" / "a-soft-0.txt").read_text()
     with pytest.raises(RuntimeError, match="out of memory"):
         run([plan], tmp_path, is_strict=True)

@@ -16,10 +16,10 @@ from bayesattn_recipes.baselines import with_score_function
 from bayesattn_recipes.baselines.config import IN_LAYERS
 from bayesattn_recipes.baselines.rows import EdgeRows
 from bayesattn_recipes.baselines.score_function import ChoosingWeights
+from bayesattn_recipes.common.cells import read_cell, write_cell
 from bayesattn_recipes.common.checkpoints import check_identity
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.loop import train
-from bayesattn_recipes.common.tables import read_cell, write_cell
 from bayesattn_recipes.digits import train as digits
 from bayesattn_recipes.graph import evaluate as graph_evaluate
 from bayesattn_recipes.graph import train as graph

@@ -67,14 +67,14 @@ def test_a_table_is_printed_in_columns():
 
 def test_runs_are_announced_in_a_file_and_counted_in_a_terminal():
     console = Console(file=io.StringIO(), width=80)
-    with show_runs(console, 3) as display:
-        display.begin("cora-wc", 1)
-        display.advance(1.5)
+    with show_runs(console, 3, 1) as display:
+        display.begin("cora-wc")
+        display.step(1, 2)
     assert console.file.getvalue() == "cora-wc: run 2 of 3\n"
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with show_runs(console, 3) as display:
-        display.begin("cora-wc", 1)
-        display.advance(1.5)
+    with show_runs(console, 3, 1) as display:
+        display.begin("cora-wc")
+        display.step(1, 2)
         assert display.bar is not None
         assert [(task.description, task.completed, task.total) for task in display.bar.tasks] == [("cora-wc", 1.5, 3)]
 

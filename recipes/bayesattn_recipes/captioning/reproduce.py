@@ -29,6 +29,7 @@ from bayesattn_recipes.captioning.train import (
     search_options,
     train_run,
 )
+from bayesattn_recipes.common.cells import read_cell, write_cell
 from bayesattn_recipes.common.reproduce import at_hand, collect
 from bayesattn_recipes.common.tables import (
     Cells,
@@ -38,8 +39,6 @@ from bayesattn_recipes.common.tables import (
     markdown,
     mean_table,
     print_tables,
-    read_cell,
-    write_cell,
     write_csv,
 )
 

@@ -1,6 +1,5 @@
 """The runs of a demo: one per core at a time, and the console shows which."""
 
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,10 +28,9 @@ def run_side_by_side(
     Raises:
         RunError: A call failed.
     """
-    begun, ended = itertools.count(), itertools.count(1)
 
     def end(name: str) -> None:
-        display.advance(next(ended))
+        display.end(name)
         on_end(name)
 
     with show_runs(console, len(work)) as display:
@@ -40,7 +38,7 @@ def run_side_by_side(
             function,
             work,
             num_processes=min(len(work), os.cpu_count() or 1),
-            on_begin=lambda name: display.begin(name, next(begun)),
+            on_begin=display.begin,
             on_end=end,
         )
     if outcome.failures:

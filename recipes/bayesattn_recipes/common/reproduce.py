@@ -5,20 +5,19 @@ All tables store their runs in the same way: `runs/DATASET-VARIANT-SEED` is a ru
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
-from bayesattn_recipes.common.parallel import Outcome, run_all
-from bayesattn_recipes.common.progress import show_runs
-from bayesattn_recipes.common.tables import read_cell, write_cell
+from bayesattn_recipes.common.cells import run_cells
+from bayesattn_recipes.common.parallel import Outcome
 
 Name = TypeVar("Name", bound=str)
-CELLS_FOLDER, RUNS_FOLDER, FAILURES_FOLDER = "cells", "runs", "failures"
+RUNS_FOLDER = "runs"
 
 
 @runtime_checkable
@@ -42,6 +41,19 @@ def at_hand(names: Sequence[Name], data: Path | None) -> list[Name]:
 AnyWork = TypeVar("AnyWork", bound=Work)
 
 
+class Run(NamedTuple):
+    """What identifies a run."""
+
+    dataset: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its folder and of its cell."""
+        return f"{self.dataset}-{self.variant}-{self.seed}"
+
+
 @dataclass(frozen=True)
 class Runs(Generic[AnyWork]):
     """The runs of one data set.
@@ -56,92 +68,64 @@ class Runs(Generic[AnyWork]):
     work: AnyWork
     num_seeds: Mapping[str, int]
 
-    def all(self) -> Iterator[tuple[str, str, int]]:
-        """Return name, variant and seed of every run."""
-        return (
-            (f"{self.dataset}-{variant}-{seed}", variant, seed)
-            for variant, count in self.num_seeds.items()
-            for seed in range(count)
-        )
-
-    def read(self, out: Path) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return the measures of the runs that are finished, by variant and seed."""
-        found: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in self.num_seeds}
-        for name, variant, seed in self.all():
-            cell = read_cell(cell_path(out, name), self.work.identity(variant, seed))
-            if cell is not None:
-                found[variant][seed] = cell
-        return {variant: by_seed for variant, by_seed in found.items() if by_seed}
+    def all(self) -> list[Run]:
+        """Return every run."""
+        return [Run(self.dataset, variant, seed) for variant, count in self.num_seeds.items() for seed in range(count)]
 
 
-def cell_path(out: Path, name: str) -> Path:
-    """Return where the measures of a run are kept."""
-    return out / CELLS_FOLDER / f"{name}.json"
-
-
-def run_missing(
+def run_plans(
     request: Request,
     plans: Sequence[Runs[AnyWork]],
     *,
     is_strict: bool = False,
     on_missing: Callable[[Sequence[Runs[AnyWork]]], Any] = lambda plans: None,
-) -> Outcome:
+) -> tuple[dict[str, dict[str, dict[int, dict[str, Any]]]], Outcome]:
     """Train and measure the runs that are not finished, seed by seed, so an interrupted experiment has complete pairs.
 
     Args:
         request: Where the runs go, how many at the same time, and until when.
         plans: The runs of every data set.
-        is_strict: Whether an error ends the work; otherwise the other runs continue, and its traceback is in `failures`.
+        is_strict: Whether an error ends the work of a single process; otherwise the other runs continue.
         on_missing: Called before the first run, with the plans that have runs missing.
+
+    Returns:
+        The measures of the finished runs, by data set, variant and seed; and what became of those that were missing.
 
     Raises:
         RunError: A finished run has other settings.
     """
-    out = request.out
-    known = [plan.read(out) for plan in plans]
-    todo = [
-        (seed, name, variant, plan)
-        for plan, cells in zip(plans, known)
-        for name, variant, seed in plan.all()
-        if seed not in cells.get(variant, {})
-    ]
-    if not todo:
-        return Outcome()
-    on_missing([plan for plan in plans if any(entry[-1] is plan for entry in todo)])
+    by_name = {plan.dataset: plan for plan in plans}
     # a stable sort: within a seed, the order of the table
-    work = {name: (plan.work, variant, seed, name, out) for seed, name, variant, plan in sorted(todo, key=itemgetter(0))}
-    done = sum(len(by_seed) for cells in known for by_seed in cells.values())
-    begun, running, ended = itertools.count(done), itertools.count(done), itertools.count(done + 1)
-    with show_runs(request.console, done + len(work)) as display:
+    runs = sorted(itertools.chain.from_iterable(plan.all() for plan in plans), key=attrgetter("seed"))
 
-        def run_here(*given: Any) -> None:
-            place = next(running)
-            run_one(*given, on_progress=lambda step, steps: display.advance(place + step / steps))
+    def arguments(missing: list[Run]) -> list[tuple[Any, ...]]:
+        on_missing([plan for plan in plans if any(run.dataset == plan.dataset for run in missing)])
+        return [(by_name[run.dataset].work, run, request.out / RUNS_FOLDER / run.name) for run in missing]
 
-        outcome = run_all(
-            run_here if request.jobs == 1 else run_one,
-            work,
-            num_processes=request.jobs,
-            deadline=request.deadline,
-            is_strict=is_strict,
-            on_begin=lambda name: display.begin(name, next(begun)),
-            on_end=lambda name: display.advance(next(ended)),
-        )
-    outcome.write_failures(out / FAILURES_FOLDER)
-    return outcome
+    cells, outcome = run_cells(
+        request,
+        {run.name: run for run in runs},
+        lambda run: by_name[run.dataset].work.identity(run.variant, run.seed),
+        _measure,
+        arguments,
+        module=type(plans[0].work).__module__,
+        is_strict=is_strict,
+        has_steps=True,
+    )
+    found = {}
+    for plan in plans:
+        measured = {variant: {} for variant in plan.num_seeds}
+        for run in plan.all():
+            if run in cells:
+                measured[run.variant][run.seed] = cells[run]
+        found[plan.dataset] = {variant: by_seed for variant, by_seed in measured.items() if by_seed}
+    return found, outcome
 
 
-def run_one(
-    work: Work,
-    variant: str,
-    seed: int,
-    name: str,
-    out: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> None:
-    """Train and measure one run, and write its cell."""
-    measures = work.run(variant, seed, out / RUNS_FOLDER / name, on_progress)
-    write_cell(cell_path(out, name), work.identity(variant, seed), measures)
+def _measure(
+    work: Work, run: Run, folder: Path, on_progress: Callable[[int, int], Any] = lambda done, total: None
+) -> dict[str, Any]:
+    return work.run(run.variant, run.seed, folder, on_progress)
 
 
 def collect(
@@ -159,9 +143,7 @@ def collect(
     Raises:
         RunError: Nothing, or nothing of the required variant, has been measured yet, and there was no time for a run.
     """
-    plan = Runs(dataset, work, dict.fromkeys(variants, request.num_seeds))
-    run_missing(request, [plan], is_strict=request.jobs == 1)
-    found = plan.read(request.out)
+    found = run_plans(request, [Runs(dataset, work, dict.fromkeys(variants, request.num_seeds))], is_strict=True)[0][dataset]
     if not found or (required is not None and required not in found):
         what = f"run on {dataset}" if required is None else f"run of {dataset}-{required}"
         raise RunError(f"no {what} has finished. Run the same command with more minutes to continue")

@@ -17,13 +17,11 @@ from bayesattn import metrics
 from bayesattn.cli.registry import Request
 from bayesattn.evaluation.measure import mean_logits
 from bayesattn.files import RunError, write_bytes
-from bayesattn_recipes.common.parallel import run_all
+from bayesattn_recipes.common.cells import run_cells
 from bayesattn_recipes.common.tables import (
     Column,
     markdown,
     print_tables,
-    read_cell,
-    write_cell,
     write_csv,
 )
 
@@ -90,39 +88,17 @@ class Study:
 
     def cells(self, wanted: Iterable[Key]) -> Cells:
         """Return the finished cells; run the missing ones while there is time."""
-        keys = list(dict.fromkeys(wanted))
-        found = {key: cell for key in keys if (cell := read_cell(self._path(key), self.identity(key))) is not None}
-        todo = {
-            key.name: (self.run, key, self.arguments, self._path(key), self.identity(key))
-            for key in keys
-            if key not in found
-        }
-        by_name = {key.name: key for key in keys}
-        left = itertools.count(len(todo) - 1, -1)
-
-        def say(name: str) -> None:
-            if (count := next(left)) % 20 == 0:
-                self.request.console.print(f"{name}; {count} runs left", soft_wrap=True, highlight=False, markup=False)
-
-        outcome = run_all(
-            _run_cell,
-            todo,
-            num_processes=self.request.jobs,
-            deadline=self.request.deadline,
-            is_strict=self.request.jobs == 1,
-            on_end=say,
+        found, outcome = run_cells(
+            self.request,
+            {key.name: key for key in wanted},
+            self.identity,
+            self.run,
+            lambda missing: [(key, *self.arguments) for key in missing],
+            is_strict=True,
         )
         if outcome.failures:
             raise RunError(outcome.reasons())
-        for name in outcome.done:
-            key = by_name[name]
-            cell = read_cell(self._path(key), self.identity(key))
-            assert cell is not None
-            found[key] = cell
         return found
-
-    def _path(self, key: Key) -> Path:
-        return self.request.out / "cells" / f"{key.name}.json"
 
     def search(self, keys: Mapping[tuple[str, str, str, int], tuple[Key, str]]) -> list[dict[str, Any]]:
         """Return the score of every setting and seed.
@@ -226,12 +202,6 @@ class Study:
         write_bytes(out / f"{name}.md", text.encode())
         print_tables(self.request.console, text)
         return out / f"{name}.md"
-
-
-def _run_cell(
-    run: Callable[..., dict[str, Any]], key: Key, arguments: tuple[Any, ...], path: Path, identity: dict[str, Any]
-) -> None:
-    write_cell(path, identity, run(key, *arguments))
 
 
 def search_keys(

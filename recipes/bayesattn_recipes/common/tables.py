@@ -1,23 +1,15 @@
-"""Tables of experiments: mean ± 95 % interval over seeds, paired differences to a baseline, the paper's number beside ours.
-
-A cell of an experiment is one finished run: what identifies it (data set, variant, seed) and its measures. Cells are kept as
-one JSON file each, so an interrupted experiment continues where it stopped.
-"""
+"""Tables of experiments: mean ± 95 % interval over seeds, and paired differences to a baseline."""
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from scipy import stats
 
 from bayesattn.evaluation.aggregate import Summary, over_runs
-from bayesattn.files import RunError, write_json
-from bayesattn_recipes.common.config import comparable
 from bayesattn_recipes.common.folders import write_csv as write_csv
 
 Name = TypeVar("Name", bound=str)
@@ -248,28 +240,3 @@ def _aligned(lines: list[str]) -> list[str]:
     rule = ["─" * width for width in widths]
     sides = [str.ljust, *[str.rjust] * (len(widths) - 1)]
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths)) for row in (header, rule, *body)]
-
-
-def write_cell(path: Path, identity: dict[str, Any], measures: dict[str, Any]) -> None:
-    """Write one finished run of an experiment; the file appears whole or not at all."""
-    write_json(path, {"identity": identity, "measures": measures})
-
-
-def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the measures of a finished run, or None if it has not been run.
-
-    Raises:
-        RunError: The file is broken, or belongs to a run with other settings: the two must not be mixed in a table.
-    """
-    if not path.exists():
-        return None
-    try:
-        cell = json.loads(path.read_text(encoding="utf-8"))
-        found, measures = cell["identity"], cell["measures"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is not a finished run of an experiment: {error}. Remove it to run it again") from None
-    found, expected = comparable(found), comparable(json.loads(json.dumps(identity)))
-    if found != expected:
-        changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise RunError(f"{path} was run with other settings ({', '.join(changed)}). Choose another folder or remove it")
-    return measures

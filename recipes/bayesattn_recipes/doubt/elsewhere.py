@@ -10,7 +10,7 @@ sentences, in `cells/TASK-SEED.json`; finished ones are not repeated.
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,18 @@ from bayesattn.cli.registry import Request
 from bayesattn.files import RunError, write_bytes
 from bayesattn_recipes.captioning import train as captioning
 from bayesattn_recipes.captioning.data import CaptionData, load_data
-from bayesattn_recipes.common import parallel
+from bayesattn_recipes.common.cells import CELLS_FOLDER, FAILURES_FOLDER, check_complete, run_cells
 from bayesattn_recipes.common.config import seed_everything
 from bayesattn_recipes.common.doubt import with_noise
 from bayesattn_recipes.common.folders import write_csv
 from bayesattn_recipes.common.loop import train
-from bayesattn_recipes.common.reproduce import CELLS_FOLDER
 from bayesattn_recipes.common.tables import (
     choose,
     markdown,
     paired,
     print_tables,
-    read_cell,
     show,
     show_p,
-    write_cell,
 )
 from bayesattn_recipes.digits import train as digits
 from bayesattn_recipes.digits.data import load_splits
@@ -64,7 +61,7 @@ PARTS = {
 }
 SENTENCES = ("translation", "captioning")
 SEEDS = {"squad2": 3, "translation": 5, "captioning": 5, "graph": 5, "digits": 10}
-CSV_FILE, TABLE_FILE, FAILURES_FOLDER = "doubt-elsewhere.csv", "doubt-elsewhere.md", "failures"
+CSV_FILE, TABLE_FILE = "doubt-elsewhere.csv", "doubt-elsewhere.md"
 # nodes of a graph that share a pass through their neighborhood
 NODES_PER_PASS = 25
 
@@ -140,9 +137,9 @@ def score_sentences(
 
 
 def run_one(
-    part: str, task: str, seed: int, settings: Sequence[str], data: Path | None, prepared: Prepared | None, path: Path
-) -> None:
-    """Train one model and write the measures of its rankings, or its sentences."""
+    part: str, task: str, seed: int, settings: Sequence[str], data: Path | None, prepared: Prepared | None
+) -> dict[str, Any]:
+    """Train one model and return the measures of its rankings, or its sentences."""
     all_settings = [*settings, f"seed={seed}"]
     if part in SENTENCES:
         if part == "translation":
@@ -150,15 +147,13 @@ def run_one(
         else:
             config = captioning.load_config(f"{task}-soft", all_settings)
             said = run_captioning(config, load_data(config.dataset, data))
-        measures: dict[str, Any] = {"sentences": dataclasses.asdict(said)}
-    elif part == "squad2":
+        return {"sentences": dataclasses.asdict(said)}
+    if part == "squad2":
         assert prepared is not None
-        measures = {"rows": questions.run(language.load_config(task, all_settings), data, prepared)}
-    elif part == "digits":
-        measures = {"rows": run_digits(digits.load_config("soft", all_settings))}
-    else:
-        measures = {"rows": run_graph(graph.load_config(f"{task}-soft", all_settings), data)}
-    write_cell(path, {"task": task, "seed": seed, "settings": list(settings)}, measures)
+        return {"rows": questions.run(language.load_config(task, all_settings), data, prepared)}
+    if part == "digits":
+        return {"rows": run_digits(digits.load_config("soft", all_settings))}
+    return {"rows": run_graph(graph.load_config(f"{task}-soft", all_settings), data)}
 
 
 def run(request: Request, *, seeds: Mapping[str, int] = SEEDS, settings: Settings | None = None) -> Path:
@@ -179,29 +174,25 @@ def run(request: Request, *, seeds: Mapping[str, int] = SEEDS, settings: Setting
     # on every machine, so that one without a GPU can score the sentences of one with a GPU
     given["translation"] = ["training.precision=bf16", *given.get("translation", ())]
     runs = [(p, task, seed) for p in chosen for task in PARTS[p] for seed in range(seeds[p])]
-    paths = {(task, seed): out / CELLS_FOLDER / f"{task}-{seed}.json" for _, task, seed in runs}
+    with ExitStack() as stack:
 
-    def finished(part: str, task: str, seed: int) -> dict[str, Any] | None:
-        return read_cell(paths[task, seed], {"task": task, "seed": seed, "settings": list(given.get(part, ()))})
+        def arguments(missing: list[tuple[str, str, int]]) -> list[tuple[Any, ...]]:
+            prepared = None
+            if any(part == "squad2" for part, _, _ in missing):
+                prepared = language.prepare_run(language.load_config("squad2", given["squad2"]), data)
+                stack.enter_context(unpacked(prepared.encoder))
+            return [(*run, given.get(run[0], ()), data, prepared if run[0] == "squad2" else None) for run in missing]
 
-    todo = [names for names in runs if finished(*names) is None]
-    if request.jobs > 1:
-        parallel.warm_up([run.__module__])
-    prepared = None
-    if any(task == "squad2" for _, task, _ in todo):
-        prepared = language.prepare_run(language.load_config("squad2", given["squad2"]), data)
-    work = {
-        f"{task}-{seed}": (
-            p, task, seed, given.get(p, ()), data, prepared if p == "squad2" else None, paths[task, seed]
+        finished, outcome = run_cells(
+            request,
+            {f"{task}-{seed}": (part, task, seed) for part, task, seed in runs},
+            lambda run: {"task": run[1], "seed": run[2], "settings": list(given.get(run[0], ()))},
+            run_one,
+            arguments,
         )
-        for p, task, seed in todo
-    }  # fmt: skip
-    with unpacked(prepared.encoder) if prepared is not None else nullcontext():
-        outcome = parallel.run_all(run_one, work, num_processes=request.jobs, deadline=request.deadline)
-    outcome.write_failures(out / FAILURES_FOLDER)
     found: list[Row] = []
     for part, task in ((p, task) for p in chosen for task in PARTS[p]):
-        cells = {seed: cell for seed in range(seeds[part]) if (cell := finished(part, task, seed)) is not None}
+        cells = {run[2]: cell for run, cell in finished.items() if run[1] == task}
         if part in SENTENCES and cells:
             try:
                 by_seed = score_sentences(part, task, cells, given.get(part, ()), data)
@@ -217,10 +208,7 @@ def run(request: Request, *, seeds: Mapping[str, int] = SEEDS, settings: Setting
     text = table(found)
     write_bytes(out / TABLE_FILE, text.encode())
     print_tables(request.console, text)
-    if outcome.failures:
-        raise RunError(f"not all models were trained: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
-    if outcome.left:
-        request.console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
+    check_complete(outcome, request, "not all models were trained")
     return out / TABLE_FILE
 
 

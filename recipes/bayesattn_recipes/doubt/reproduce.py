@@ -6,7 +6,9 @@ A run is one task and seed. Its answers are kept in `found/TASK-SEED.safetensors
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -14,9 +16,7 @@ import torch
 import bayesattn as ba
 from bayesattn.cli.registry import Request
 from bayesattn.files import RunError, write_bytes
-from bayesattn_recipes.common import parallel
-from bayesattn_recipes.common.progress import show_runs
-from bayesattn_recipes.common.reproduce import FAILURES_FOLDER
+from bayesattn_recipes.common.cells import check_complete, run_cells
 from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.doubt import table
 from bayesattn_recipes.doubt.examine import Found, examine
@@ -40,42 +40,39 @@ def reproduce(request: Request) -> Path:
         request: `names` are of `TASKS`. Every model has ordinary attention; `variants` are measurements of
             `rankings.OPTIONAL`, beside own confidence, closed form and ensembles. Draws take most of the time.
     """
-    data, out, num_seeds = request.data, request.out, request.num_seeds
+    data, out = request.data, request.out
     optional = choose("variants", request.variants, tuple(OPTIONAL))
     tasks = choose("tasks", request.names, TASKS)
     precision = ["training.precision=bf16"] if torch.cuda.is_available() else []
     base = {task: load_config(task, ["attention.variant=soft", *precision, *request.settings]) for task in tasks}
-    todo = [
-        (task, seed) for seed, task in itertools.product(range(num_seeds), tasks) if not _path(out, task, seed).is_file()
-    ]
-    if request.jobs > 1:
-        parallel.warm_up([__name__])
-    prepared = {task: prepare_run(base[task], data) for task in dict.fromkeys(task for task, _ in todo)}
-    outside = {task: _outside(base[task], prepared[task], data) for task in prepared}
-    work = {
-        f"{task}-{seed}": (
-            dataclasses.replace(base[task], seed=seed), prepared[task], outside[task], data, _path(out, task, seed), optional
+    with ExitStack() as stack:
+
+        def arguments(missing: list[tuple[str, int]]) -> list[tuple[Any, ...]]:
+            prepared = {task: prepare_run(base[task], data) for task in dict.fromkeys(task for task, _ in missing)}
+            outside = {task: _outside(base[task], prepared[task], data) for task in prepared}
+            stack.enter_context(unpacked(next(iter(prepared.values())).encoder))
+            return [
+                (dataclasses.replace(base[task], seed=seed), prepared[task], outside[task], data, optional)
+                for task, seed in missing
+            ]
+
+        _, outcome = run_cells(
+            request,
+            {f"{task}-{seed}": (task, seed) for seed, task in itertools.product(range(request.num_seeds), tasks)},
+            lambda key: {},
+            run_one,
+            arguments,
+            path=_path,
+            read=lambda path, identity: path if path.is_file() else None,
+            write=_write_found,
         )
-        for task, seed in todo
-    }  # fmt: skip
-    if work:
-        with unpacked(next(iter(prepared.values())).encoder), show_runs(request.console, len(work)) as display:
-            begun, ended = itertools.count(), itertools.count(1)
-            outcome = parallel.run_all(
-                run_one, work, num_processes=request.jobs, deadline=request.deadline,
-                on_begin=lambda name: display.begin(name, next(begun)), on_end=lambda name: display.advance(next(ended)),
-            )  # fmt: skip
-        outcome.write_failures(out / FAILURES_FOLDER)
-        if outcome.failures:
-            raise RunError(f"the study is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
-        if outcome.left:
-            request.console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
-    found = {task: [read_found(_path(out, task, seed)) for seed in range(num_seeds)] for task in tasks}
+    check_complete(outcome, request, "the study is not complete")
+    found = {task: [read_found(_path(out, f"{task}-{seed}")) for seed in range(request.num_seeds)] for task in tasks}
     return table.write(out, table.measure_all(found), request.console)
 
 
-def _path(out: Path, task: str, seed: int) -> Path:
-    return out / FOUND_FOLDER / f"{task}-{seed}.safetensors"
+def _path(out: Path, name: str) -> Path:
+    return out / FOUND_FOLDER / f"{name}.safetensors"
 
 
 def read_found(path: Path) -> Found:
@@ -92,17 +89,18 @@ def _outside(config: LanguageConfig, prepared: Prepared, data: Path | None) -> S
     return make_split(prepared.task, prepared.tokenizer, unlabeled, config.max_length)
 
 
-def run_one(
-    config: LanguageConfig, prepared: Prepared, outside: Split, data: Path | None, path: Path, optional: Sequence[str]
-) -> None:
-    """Train one model, ask it, and write its answers."""
+def run_one(config: LanguageConfig, prepared: Prepared, outside: Split, data: Path | None, optional: Sequence[str]) -> Found:
+    """Train one model, ask it, and return its answers."""
     fitted = train_model(config, data, prepared=prepared)
     model = ba.restore(fitted.model).eval()
     collator = make_collator(config, prepared.tokenizer)
     found = examine(model, {**prepared.splits, "outside": outside}, collator, seed=config.seed, optional=optional)
     # pictures show the first seed's test texts
-    kept = {name: v for name, v in found.items() if v.dtype != torch.half or (config.seed == 0 and name.startswith("test"))}
-    write_bytes(path, safetensors.torch.save({name: _small(value) for name, value in kept.items()}))
+    return {name: v for name, v in found.items() if v.dtype != torch.half or (config.seed == 0 and name.startswith("test"))}
+
+
+def _write_found(path: Path, identity: dict[str, Any], found: Found) -> None:
+    write_bytes(path, safetensors.torch.save({name: _small(value) for name, value in found.items()}))
 
 
 def _small(value: torch.Tensor) -> torch.Tensor:

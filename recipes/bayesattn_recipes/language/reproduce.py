@@ -20,10 +20,10 @@ from bayesattn.cli.registry import Request
 from bayesattn.evaluation.runs import Predictions, SplitPredictions, read_predictions, read_run, write_predictions, write_run
 from bayesattn.files import RunError
 from bayesattn_recipes import LANGUAGE
-from bayesattn_recipes.common import parallel
+from bayesattn_recipes.common.cells import FAILURES_FOLDER, cell_path, check_complete, read_cell, write_cell
 from bayesattn_recipes.common.folders import make_run_folder, write_log
-from bayesattn_recipes.common.reproduce import FAILURES_FOLDER, RUNS_FOLDER, Runs, cell_path, run_missing
-from bayesattn_recipes.common.tables import Cells, choose, read_cell, write_cell
+from bayesattn_recipes.common.reproduce import RUNS_FOLDER, Runs, run_plans
+from bayesattn_recipes.common.tables import Cells, choose
 from bayesattn_recipes.language import tuned
 from bayesattn_recipes.language.measure import measure_run, write_answers
 from bayesattn_recipes.language.model import unpacked
@@ -82,8 +82,6 @@ def reproduce(request: Request, *, noise: tuple[float, ...] = (), search: bool =
     names = choose("tasks", request.names, known, [name for name in known if name in TASKS and name != "own"])
     rows, num_seeds, out = choose("variants", request.variants, list(ROWS)), request.num_seeds, request.out
     settings = [*_precision(request.settings), *request.settings]
-    if request.jobs > 1:
-        parallel.warm_up([__name__])
     works = {name: LanguageRuns(load_config(name, settings), request.data, noise) for name in names}
     plans = [plan_runs(work, name, rows, num_seeds) for name, work in works.items()]
     with ExitStack() as stack:
@@ -93,15 +91,12 @@ def reproduce(request: Request, *, noise: tuple[float, ...] = (), search: bool =
             for encoder in sorted({plan.work.prepared[0].encoder for plan in missing}):
                 stack.enter_context(unpacked(encoder))
 
-        outcome = run_missing(request, plans, on_missing=prepare)
-    cells = [cell for plan in plans for cell in finished_rows(plan, rows, num_seeds, out)]
+        found, outcome = run_plans(request, plans, on_missing=prepare)
+    cells = [cell for plan in plans for cell in finished_rows(plan, found[plan.dataset], rows, num_seeds, out)]
     if not cells:
         raise RunError(f"no run has finished: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
     table = write_tables(out, cells, {plan.dataset: plan.work.config.task for plan in plans}, request.console)
-    if outcome.failures:
-        raise RunError(f"{table} is not complete: {outcome.reasons()} (tracebacks in {out / FAILURES_FOLDER})")
-    if outcome.left:
-        request.console.print(f"{outcome.reasons()}: the time is up. Run the same command to continue")
+    check_complete(outcome, request, f"{table} is not complete")
     return table
 
 
@@ -195,9 +190,9 @@ def plan_runs(work: LanguageRuns, name: str, rows: Sequence[str], num_seeds: int
     return Runs(name, work, counts)
 
 
-def finished_rows(plan: Runs[LanguageRuns], rows: Sequence[str], num_seeds: int, out: Path) -> list[Cell]:
+def finished_rows(plan: Runs[LanguageRuns], found: Cells, rows: Sequence[str], num_seeds: int, out: Path) -> list[Cell]:
     """Return the table entries of every row and seed whose runs are finished."""
-    found, cells = plan.read(out), []
+    cells = []
     for row in possible_rows(find_task(plan.work.config.task).kind, rows):
         variant, method = ROWS[row]
         for seed in row_seeds(row, num_seeds):

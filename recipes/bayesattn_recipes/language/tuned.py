@@ -15,7 +15,6 @@ import torch
 from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
-from bayesattn_recipes.common import parallel
 from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll, measure_scaled
 from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.language.metrics import GLUE_METRICS
@@ -55,8 +54,6 @@ def compare(request: Request) -> Path:
         RunError: There was no time for all runs of the search of any task.
     """
     tasks = choose("tasks", request.names, TASKS)
-    if request.jobs > 1:
-        parallel.warm_up([__name__])
     study = Study(run_cell, _identity, (request.data,), request)
     shared = ("training.precision=bf16",) if torch.cuda.is_available() else ()
     rows, searches = [], []
