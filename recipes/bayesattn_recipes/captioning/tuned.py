@@ -7,15 +7,15 @@ The best one is trained with seeds 0, 1, …, and its captions of the test image
 import dataclasses
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
 from bayesattn_recipes.captioning.data import CaptionData, DatasetName, load_data
 from bayesattn_recipes.captioning.scoring import NO_PACKAGE, has_package, score
-from bayesattn_recipes.captioning.train import CaptioningConfig, caption_split, fit, kept_row, load_config, search_options
-from bayesattn_recipes.common.search import Key, Kind, Study
+from bayesattn_recipes.captioning.train import caption_split, fit, kept_row, load_config, search_options
+from bayesattn_recipes.common.search import Key, Kind, Study, config_loader
 from bayesattn_recipes.common.tables import Column, choose
 
 _DROPOUTS = ("dropout", (0, 0.1, 0.2, 0.3))
@@ -44,25 +44,16 @@ KINDS = {
 SEARCH_SEEDS = (1001,)
 MEASURES = ("BLEU-4", "CIDEr", "ROUGE-L", "validation_nll")
 COLUMNS = (Column("BLEU-4", "BLEU-4"), Column("CIDEr", "CIDEr"), Column("NLL", "validation_nll", digits=3))
+_config = config_loader(load_config)
 
 
 def compare(request: Request) -> Path:
     """Search, train and measure what is missing, and write the table; on shapes unless data sets are named."""
-    study = Study(run_cell, identity, (request.data,), request)
+    study = Study(run_cell, lambda key: {"config": dataclasses.asdict(_config(key))}, (request.data,), request)
     if not has_package():
         raise ValueError(f"a search scores captions by CIDEr, which {NO_PACKAGE}")
     datasets = choose("datasets", request.names, get_args(DatasetName), ["shapes"])
     return study.table("captioning-tuned", KINDS, datasets, MEASURES, COLUMNS, search_seeds=SEARCH_SEEDS, prefix=True)
-
-
-def identity(key: Key) -> dict[str, Any]:
-    """Return what the measures of a run depend on."""
-    return {"config": dataclasses.asdict(_config(key))}
-
-
-@lru_cache(maxsize=4096)
-def _config(key: Key) -> CaptioningConfig:
-    return load_config(key.config, [*key.settings, f"seed={key.seeds[0]}"])
 
 
 @lru_cache(maxsize=1)

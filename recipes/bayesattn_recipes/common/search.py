@@ -7,8 +7,9 @@ run, kept as a JSON file, so an interrupted comparison continues where it stoppe
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -59,6 +60,7 @@ class Key(NamedTuple):
 
 
 Cells = dict[Key, dict[str, Any]]
+Config = TypeVar("Config")
 SCALED = (
     Column("accuracy", "accuracy", 100.0),
     Column("NLL scaled", "scaled_nll", digits=3),
@@ -202,6 +204,23 @@ class Study:
         write_bytes(out / f"{name}.md", text.encode())
         print_tables(self.request.console, text)
         return out / f"{name}.md"
+
+
+def config_loader(
+    load_config: Callable[[str, list[str]], Config], settings: Callable[[Key], Sequence[str]] = lambda key: ()
+) -> Callable[[Key], Config]:
+    """Return a function that loads the config of a cell's first network, and remembers it.
+
+    Args:
+        load_config: Loads the config of a name, with settings on top.
+        settings: Further settings of a cell.
+    """
+
+    @lru_cache(maxsize=4096)
+    def load(key: Key) -> Config:
+        return load_config(key.config, [*key.settings, *settings(key), f"seed={key.seeds[0]}"])
+
+    return load
 
 
 def search_keys(

@@ -6,7 +6,6 @@ a temperature. The best one is trained with seeds 0, 1, …, and measured on the
 
 import dataclasses
 import itertools
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +14,11 @@ import torch
 from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import crossed
-from bayesattn_recipes.common.search import Key, Kind, Study, best_setting, cross_fitted_nll, measure_scaled
+from bayesattn_recipes.common.search import Key, Kind, Study, best_setting, config_loader, cross_fitted_nll, measure_scaled
 from bayesattn_recipes.common.tables import choose, write_csv
 from bayesattn_recipes.digits.data import SHIFTS, DatasetName, evaluation_splits
 from bayesattn_recipes.digits.evaluate import draw
-from bayesattn_recipes.digits.train import DigitsConfig, fit, load_config
+from bayesattn_recipes.digits.train import fit, load_config
 
 _HIDDEN = ("dropout", (0.0, 0.1, 0.2, 0.3))
 _SHAPES = ("attention.weibull_k", (1, 2, 5, 10))
@@ -48,6 +47,7 @@ SENSITIVITY = (
     *crossed(("attention.prior_hidden_dim", (1, 5, 20, 50))),
 )
 SENSITIVITY_SEEDS = 5
+_config = config_loader(load_config)
 
 
 def reproduce(request: Request) -> Path:
@@ -62,7 +62,12 @@ def reproduce(request: Request) -> Path:
     """
     if request.variants is not None:
         raise ValueError("leave out --variants: digits always compares all kinds")
-    study = Study(run_cell, _identity, (), request)
+    study = Study(
+        run_cell,
+        lambda key: {"settings": dataclasses.asdict(_config(key)), "seeds": list(key.seeds), "num_samples": NUM_SAMPLES},
+        (),
+        request,
+    )
     for dataset in choose("datasets", request.names, DATASETS, DATASETS[:1]):
         table = _compare(dataset, study)
     return table
@@ -94,15 +99,6 @@ def _compare(dataset: str, study: Study) -> Path:
     if around:
         write_csv(study.request.out / f"{dataset}-sensitivity.csv", around)
     return study.write(dataset, search, rows, shown=[row for row in rows if row["condition"] == "test"])
-
-
-def _identity(key: Key) -> dict[str, Any]:
-    return {"settings": dataclasses.asdict(_config(key)), "seeds": list(key.seeds), "num_samples": NUM_SAMPLES}
-
-
-@lru_cache(maxsize=4096)
-def _config(key: Key) -> DigitsConfig:
-    return load_config(key.config, [*key.settings, f"seed={key.seeds[0]}"])
 
 
 @one_thread()

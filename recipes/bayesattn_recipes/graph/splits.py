@@ -8,15 +8,14 @@ import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import crossed
-from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll
-from bayesattn_recipes.graph.config import GraphConfig, load_config
+from bayesattn_recipes.common.search import Key, Kind, Study, config_loader, cross_fitted_nll
+from bayesattn_recipes.graph.config import load_config
 from bayesattn_recipes.graph.data import Graph, load_graph, random_split
 from bayesattn_recipes.graph.evaluate import draw, measure_draws
 from bayesattn_recipes.graph.inputs import neighborhood
@@ -43,6 +42,8 @@ SHARED = ("training.epochs=200", "training.patience=50")
 SEARCH_SPLITS = (1001, 1002)
 NUM_SAMPLES = 20
 MEASURES = ("accuracy", "nll", "ece", "aurc", "scaled_nll", "scaled_ece")
+# the members of an ensemble have their own seeds, and the split of the single networks they are compared with
+_config = config_loader(load_config, lambda key: [f"split={key.seeds[0] // len(key.seeds)}"])
 
 
 def reproduce_splits(request: Request, datasets: Sequence[str], splits: int) -> Path:
@@ -56,19 +57,14 @@ def reproduce_splits(request: Request, datasets: Sequence[str], splits: int) -> 
     Raises:
         RunError: There was no time for all runs of the search.
     """
-    study = Study(run_cell, _identity, (request.data,), request)
+    study = Study(
+        run_cell,
+        lambda key: {"settings": dataclasses.asdict(_config(key)), "seeds": list(key.seeds), "num_samples": NUM_SAMPLES},
+        (request.data,),
+        request,
+    )
     options = {"search_seeds": SEARCH_SPLITS, "seeds": range(1, splits + 1), "prefix": True, "shared": SHARED}
     return study.table("graph-splits", KINDS, datasets, MEASURES, **options)
-
-
-def _identity(key: Key) -> dict[str, Any]:
-    return {"settings": dataclasses.asdict(_config(key)), "seeds": list(key.seeds), "num_samples": NUM_SAMPLES}
-
-
-@lru_cache(maxsize=4096)
-def _config(key: Key) -> GraphConfig:
-    # the members of an ensemble have their own seeds, and the split of the single networks they are compared with
-    return load_config(key.config, [*key.settings, f"split={key.seeds[0] // len(key.seeds)}", f"seed={key.seeds[0]}"])
 
 
 @lru_cache(maxsize=3)

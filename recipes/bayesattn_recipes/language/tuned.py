@@ -6,21 +6,19 @@ paper's own settings: its k for each task, and its weight of the KL, β = 0.01 w
 """
 
 import dataclasses
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bayesattn.cli.registry import Request
 from bayesattn.files import RunError
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
-from bayesattn_recipes.common.search import Key, Kind, Study, cross_fitted_nll, measure_scaled
+from bayesattn_recipes.common.search import Key, Kind, Study, config_loader, cross_fitted_nll, measure_scaled
 from bayesattn_recipes.common.tables import choose
 from bayesattn_recipes.language.metrics import GLUE_METRICS
 from bayesattn_recipes.language.model import unpacked
 from bayesattn_recipes.language.predictor import Predictor
-from bayesattn_recipes.language.train import LanguageConfig, load_config, make_collator, prepare_run, train_model
+from bayesattn_recipes.language.train import load_config, make_collator, prepare_run, train_model
 
 TASKS = ("rte", "mrpc", "cola")
 SEARCH_SEEDS = (1001,)
@@ -29,6 +27,7 @@ MEASURES = ("main_metric", "accuracy", "nll", "aurc", "scaled_nll", "scaled_ece"
 # the paper's k, and its weight of the KL in the library's units (docs/concepts/deviations.md)
 PAPER_K = {"rte": 1000, "mrpc": 100, "cola": 10}
 PAPER_KL = "training.kl_schedule.final=1.9e-4"
+_config = config_loader(load_config)
 
 
 def kinds(task: str) -> dict[str, Kind]:
@@ -54,7 +53,12 @@ def compare(request: Request) -> Path:
         RunError: There was no time for all runs of the search of any task.
     """
     tasks = choose("tasks", request.names, TASKS)
-    study = Study(run_cell, _identity, (request.data,), request)
+    study = Study(
+        run_cell,
+        lambda key: {"config": dataclasses.asdict(_config(key)), "num_samples": NUM_SAMPLES},
+        (request.data,),
+        request,
+    )
     shared = ("training.precision=bf16",) if torch.cuda.is_available() else ()
     rows, searches = [], []
     with unpacked(prepare_run(_config(Key(tasks[0], (*shared, *request.settings), (0,))), request.data).encoder):
@@ -74,15 +78,6 @@ def compare(request: Request) -> Path:
     if not rows:
         raise RunError("no run has finished. Run the same command with more minutes to continue")
     return study.write("language-tuned", searches, rows)
-
-
-def _identity(key: Key) -> dict[str, Any]:
-    return {"config": dataclasses.asdict(_config(key)), "num_samples": NUM_SAMPLES}
-
-
-@lru_cache(maxsize=4096)
-def _config(key: Key) -> LanguageConfig:
-    return load_config(key.config, [*key.settings, f"seed={key.seeds[0]}"])
 
 
 def run_cell(key: Key, data: Path | None) -> dict[str, dict[str, float]]:

@@ -5,18 +5,17 @@ Settings are scored on the validation questions by a seed that is not reported, 
 """
 
 import dataclasses
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import SHAPES, SPREADS, crossed
-from bayesattn_recipes.common.search import Key, Kind, Study
+from bayesattn_recipes.common.search import Key, Kind, Study, config_loader
 from bayesattn_recipes.common.tables import Column, choose
 from bayesattn_recipes.vqa.data import DatasetName, load_splits
 from bayesattn_recipes.vqa.evaluate import Condition, choose_device, tabulate, training_precision
-from bayesattn_recipes.vqa.train import VQAConfig, fit, load_config
+from bayesattn_recipes.vqa.train import fit, load_config
 
 _DROPOUTS = ("model.dropout", (0, 0.05, 0.1, 0.2))
 _SOFT = crossed(_DROPOUTS, ("model.attention_dropout", (0, 0.1)))
@@ -41,23 +40,16 @@ COLUMNS = (
     Column("under noise", "noisy_accuracy", 100.0),
     Column("NLL", "nll", digits=3),
 )
+_config = config_loader(load_config)
 
 
 def compare(request: Request) -> Path:
     """Search, train and measure what is missing, and write the table; on shapes unless data sets are named."""
-    study = Study(run_cell, identity, (request.data,), request)
+    study = Study(
+        run_cell, lambda key: {"config": dataclasses.asdict(_config(key)), "noise": NOISE}, (request.data,), request
+    )
     datasets = choose("datasets", request.names, get_args(DatasetName), ["shapes"])
     return study.table("vqa-tuned", KINDS, datasets, MEASURES, COLUMNS, search_seeds=SEARCH_SEEDS, prefix=True)
-
-
-def identity(key: Key) -> dict[str, Any]:
-    """Return what the measures of a run depend on."""
-    return {"config": dataclasses.asdict(_config(key)), "noise": NOISE}
-
-
-@lru_cache(maxsize=4096)
-def _config(key: Key) -> VQAConfig:
-    return load_config(key.config, [*key.settings, f"seed={key.seeds[0]}"])
 
 
 @one_thread()
