@@ -157,10 +157,13 @@ def test_reproduce_writes_tables_and_repeats_no_cell(monkeypatch, tmp_path):
     request = Request(names=["cora"], variants=["wc"], num_seeds=2, out=tmp_path, console=Console(quiet=True))
     table = reproduce.reproduce(request)
     text = table.read_text(encoding="utf-8")
-    assert "| cora soft | 2 | 83.00 |" in text
-    assert "| cora wc | 2 | 83.81 |" in text
-    rows = json.loads((tmp_path / "graph.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["num_seeds"] for row in rows] == [2, 2]
+    soft, ours, difference = (line for line in text.splitlines() if line.startswith(("| soft", "| wc")))
+    assert soft.startswith("| soft | 2 |")
+    assert soft.endswith("| 83.00 |")
+    assert ours.endswith("| 83.81 |")
+    assert difference.startswith("| wc − soft |")
+    means = (tmp_path / "graph.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[:4] for line in means[1:]] == [["cora", "soft", "2", "83.0"], ["cora", "wc", "2", "83.81"]]
     assert len(list((tmp_path / "cells").iterdir())) == 4
     seeds = (tmp_path / "graph-seeds.csv").read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[:3] for line in seeds[1:]] == [["cora", v, s] for v in ("soft", "wc") for s in ("0", "1")]
@@ -187,7 +190,7 @@ def test_paired_differences_are_to_the_same_seed():
         return {"methods": {"mean": measured, "attention": measured}, "train_cpu_seconds": 1.0}
 
     soft, ours = {0: cell(0.5), 1: cell(0.7)}, {1: cell(0.82), 0: cell(0.6)}
-    _, row = reproduce.table_rows("cora", {"soft": soft, "wc": ours})
+    _, row = reproduce.mean_rows("cora", {"soft": soft, "wc": ours})
     assert row["difference_to_soft"] == pytest.approx(11.0)
     assert row["accuracy"] == pytest.approx(71.0)
 

@@ -2,19 +2,27 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bayesattn.cli.registry import Request
-from bayesattn.evaluation.aggregate import over_runs
-from bayesattn.evaluation.runs import environment
+from bayesattn.evaluation.aggregate import Summary, over_runs
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.files import write_bytes, write_json
-from bayesattn_recipes.common import tables as _tables
+from bayesattn.files import write_bytes
 from bayesattn_recipes.common.reproduce import collect
+from bayesattn_recipes.common.tables import (
+    Cells,
+    Column,
+    choose,
+    difference_table,
+    mean_table,
+    paired,
+    print_tables,
+    write_csv,
+)
 from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.evaluate import available_methods, draw, measure_draws
@@ -37,41 +45,65 @@ NUM_SAMPLES = 20
 DRAW_SEED = 0
 
 
+def _read(place: int, name: str) -> Callable[[Mapping[str, Any]], float]:
+    return lambda cell: list(cell["methods"].values())[place][name]
+
+
+# the first method draws nothing, the second attention alone (soft: dropout masks), and the last is the published protocol
+MEASURES = {
+    **{name: _read(0, name) for name in ("accuracy", "nll", "ece", "scaled_nll", "scaled_ece")},
+    "pavpu_05": _read(1, "pavpu_05"),
+    "pavpu_05_with_dropout": _read(-1, "pavpu_05"),
+    "train_cpu_seconds": lambda cell: cell["train_cpu_seconds"],
+}
+COLUMNS = (
+    Column("accuracy", MEASURES["accuracy"], 100.0),
+    Column("NLL", MEASURES["nll"], digits=3),
+    Column("ECE", MEASURES["ece"], digits=3),
+    Column("NLL scaled", MEASURES["scaled_nll"], digits=3),
+    Column("ECE scaled", MEASURES["scaled_ece"], digits=3),
+    Column("PAvPU attention", lambda cell: cell["methods"].get("attention", {}).get("pavpu_05"), 100.0, 1),
+    Column("PAvPU + dropout", MEASURES["pavpu_05_with_dropout"], 100.0, 1),
+)
+NOTE = (
+    "Mean over seeds ± half a 95 % t-interval, accuracy in percent; p of a paired t-test over seeds. NLL and ECE of the "
+    "posterior mean, as it is and after temperature scaling on the validation nodes. PAvPU in percent, "
+    f"{NUM_SAMPLES} draws, paired t-test on the logits, threshold 0.05: attention alone drawn, and with dropout as in the "
+    "authors' code.\n"
+)
+
+
 def reproduce(request: Request, *, splits: int | None = None) -> Path:
-    """Train and measure what is missing, write the table as Markdown, CSV and JSON, and print it.
+    """Train and measure what is missing, write the table as Markdown and CSV, and print it.
 
     Args:
         request: `names` are of `DATASETS`, `variants` of `VARIANTS`. Differences are to `soft`, which is always run.
         splits: Number of random splits in place of the public one; soft attention, rivals and a control (`splits.py`).
     """
-    datasets = _tables.choose("datasets", request.names, DATASETS)
+    datasets = choose("datasets", request.names, DATASETS)
     if splits is not None:
         if request.variants is not None:
             given = ",".join(request.variants)
             raise ValueError(f"leave out variants with random splits, which compare all kinds, got {given!r}")
         return reproduce_splits(request, datasets, splits)
-    variants = _tables.choose("variants", request.variants, VARIANTS)
+    variants = choose("variants", request.variants, VARIANTS)
     variants = variants if "soft" in variants else ["soft", *variants]
     cells = {
         dataset: collect(request, dataset, variants, GraphRuns(dataset, request.data, request.settings), required="soft")
         for dataset in datasets
     }
     out = request.out
-    rows = [row for dataset, by_variant in cells.items() for row in table_rows(dataset, by_variant)]
-    text = render(rows)
-    _tables.write_csv(out / "graph.csv", rows)
-    _tables.write_csv(
-        out / "graph-seeds.csv",
-        [
-            row
-            for dataset, found in cells.items()
-            for variant, runs in found.items()
-            for row in seed_rows(dataset, variant, runs)
-        ],
-    )
-    write_json(out / "graph.json", {"rows": rows, "num_seeds": request.num_seeds, "environment": environment()})
+    text = "".join(render(dataset, by_variant) for dataset, by_variant in cells.items()) + NOTE
+    write_csv(out / "graph.csv", [row for dataset, found in cells.items() for row in mean_rows(dataset, found)])
+    by_seed = [
+        row
+        for dataset, found in cells.items()
+        for variant, runs in found.items()
+        for row in seed_rows(dataset, variant, runs)
+    ]
+    write_csv(out / "graph-seeds.csv", by_seed)
     write_bytes(out / "graph.md", text.encode())
-    _tables.print_tables(request.console, text)
+    print_tables(request.console, text)
     return out / "graph.md"
 
 
@@ -126,86 +158,40 @@ def run_seed(
     }
 
 
-def seed_rows(dataset: str, variant: str, cells: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+def seed_rows(dataset: str, variant: str, cells: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per seed: state of the training, and the measures of the posterior mean."""
     rows = []
     for seed, cell in cells.items():
         about = {name: cell[name] for name in ("kept_epoch", "num_epochs", "validation_accuracy", "train_cpu_seconds")}
-        found = {
-            name: round(cell["methods"]["mean"][name], 5) for name in ("accuracy", "nll", "ece", "scaled_nll", "scaled_ece")
-        }
+        found = {name: round(MEASURES[name](cell), 5) for name in ("accuracy", "nll", "ece", "scaled_nll", "scaled_ece")}
         rows.append({"dataset": dataset, "variant": variant, "seed": seed, **about, **found})
     return rows
 
 
-def table_rows(dataset: str, cells: dict[str, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+def mean_rows(dataset: str, cells: Cells) -> list[dict[str, Any]]:
     """Return one row per variant: the paper's accuracy, ours with its interval, the paired difference to soft, the rest."""
     rows = []
-    baseline = {seed: cell["methods"]["mean"]["accuracy"] for seed, cell in cells["soft"].items()}
-    for variant, of_seed in cells.items():
-        accuracy = over_runs([cell["methods"]["mean"]["accuracy"] for cell in of_seed.values()])
-        difference = _tables.paired({seed: cell["methods"]["mean"]["accuracy"] for seed, cell in of_seed.items()}, baseline)
-        paper = PAPER[variant][DATASETS.index(dataset)]
-        row = {
-            "dataset": dataset,
-            "variant": variant,
-            "num_seeds": len(of_seed),
-            "paper_accuracy": paper,
-            "accuracy": 100 * accuracy.value,
-            "accuracy_low": None if accuracy.low is None else 100 * accuracy.low,
-            "accuracy_high": None if accuracy.high is None else 100 * accuracy.high,
-            "difference_to_soft": 100 * difference.difference.value,
-            "difference_low": None if difference.difference.low is None else 100 * difference.difference.low,
-            "difference_high": None if difference.difference.high is None else 100 * difference.difference.high,
+    for variant, by_seed in cells.items():
+        means = {name: over_runs([read(cell) for cell in by_seed.values()]) for name, read in MEASURES.items()}
+        difference = paired(COLUMNS[0].values(by_seed), COLUMNS[0].values(cells["soft"]))
+        rows.append({
+            "dataset": dataset, "variant": variant, "num_seeds": len(by_seed),
+            "paper_accuracy": PAPER[variant][DATASETS.index(dataset)],
+            **_percent(("accuracy", "accuracy_low", "accuracy_high"), means.pop("accuracy")),
+            **_percent(("difference_to_soft", "difference_low", "difference_high"), difference.difference),
             "p_value": difference.p_value,
-        }
-        methods = list(next(iter(of_seed.values()))["methods"])
-        # the second method draws attention (soft: dropout masks) alone, the last is the published protocol
-        for method, names in (("mean", ("nll", "ece", "scaled_nll", "scaled_ece")), (methods[1], ("pavpu_05",))):
-            for name in names:
-                row[name] = over_runs([cell["methods"][method][name] for cell in of_seed.values()]).value
-        row["pavpu_05_with_dropout"] = over_runs(
-            [cell["methods"][methods[-1]]["pavpu_05"] for cell in of_seed.values()]
-        ).value
-        row["train_cpu_seconds"] = over_runs([cell["train_cpu_seconds"] for cell in of_seed.values()]).value
-        rows.append(row)
+            **{name: mean.value for name, mean in means.items()},
+        })  # fmt: skip
     return rows
 
 
-def render(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table in Markdown."""
-    header = [
-        "data set, variant", "seeds", "paper", "ours", "difference to soft", "p", "NLL", "ECE", "NLL scaled", "ECE scaled",
-        "PAvPU attention", "PAvPU + dropout",
-    ]  # fmt: skip
-    lines = []
-    for row in rows:
-        half = {name: _half(row[f"{name}_low"], row[f"{name}_high"]) for name in ("accuracy", "difference")}
-        is_soft = row["variant"] == "soft"
-        lines.append(
-            [
-                f"{row['dataset']} {row['variant']}",
-                str(row["num_seeds"]),
-                f"{row['paper_accuracy']:.2f}",
-                f"{row['accuracy']:.2f}{half['accuracy']}",
-                "–" if is_soft else f"{row['difference_to_soft']:+.2f}{half['difference']}",
-                "–" if is_soft else _tables.show_p(row["p_value"]),
-                f"{row['nll']:.3f}",
-                f"{row['ece']:.3f}",
-                f"{row['scaled_nll']:.3f}",
-                f"{row['scaled_ece']:.3f}",
-                "–" if is_soft else f"{100 * row['pavpu_05']:.1f}",
-                f"{100 * row['pavpu_05_with_dropout']:.1f}",
-            ]
-        )
-    note = (
-        "Test accuracy in percent, mean over seeds ± half a 95 % t-interval; difference and p of a paired t-test over "
-        "seeds. NLL and ECE of the posterior mean, as it is and after temperature scaling on the validation nodes. PAvPU in "
-        f"percent, {NUM_SAMPLES} draws, paired t-test on the logits, threshold 0.05: attention alone drawn, and with "
-        "dropout as in the authors' code.\n"
-    )
-    return _tables.markdown(header, lines) + "\n" + note
+def _percent(names: Sequence[str], summary: Summary) -> dict[str, float | None]:
+    ends = (summary.value, summary.low, summary.high)
+    return {name: None if end is None else 100 * end for name, end in zip(names, ends, strict=True)}
 
 
-def _half(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" ± {(high - low) / 2:.2f}"
+def render(dataset: str, cells: Cells) -> str:
+    """Return the tables of a data set: means beside the paper's accuracy, and differences to soft."""
+    paper = {"paper: accuracy": lambda variant: f"{PAPER[variant][DATASETS.index(dataset)]:.2f}"}
+    differences = difference_table(cells, COLUMNS[:1], first="difference", label=lambda variant: f"{variant} − soft")
+    return f"## {dataset}\n\n{mean_table(cells, COLUMNS, more=paper)}\n" + (f"{differences}\n" if differences else "")
