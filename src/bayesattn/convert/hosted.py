@@ -293,18 +293,26 @@ class HostedAttention(BayesianModule):
 class Batch:
     """Notes the number of examples in a call: windows (Swin) or channels (PatchTST) become several entries of a batch.
 
-    `note` is registered as a forward pre-hook of the model that cuts them.
+    `note` is registered as a forward pre-hook of the model that cuts them, `note_whole` as one of the outermost model around
+    that, which may flatten the choices of a question into the batch.
     """
 
     def __init__(self) -> None:
         self.examples: int | None = None
+        self.whole: int | None = None
 
     def note(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Remember the first axis of the first tensor among the model's inputs."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.ndim > 0:
-                self.examples = value.shape[0]
-                return
+        self.examples = _first_axis(args, kwargs)
+
+    def note_whole(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Remember the same of the outermost model."""
+        self.whole = _first_axis(args, kwargs)
+
+
+def _first_axis(args: tuple, kwargs: dict) -> int | None:
+    sizes = (value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0)
+    return next(sizes, None)
 
 
 def settings_of(part: BayesianModule) -> dict[str, Any]:

@@ -148,7 +148,10 @@ def require_number(number: Any) -> None:
         shown = f"shape {tuple(number.shape)}, {number.dtype}" if isinstance(number, Tensor) else type(number).__name__
         raise ValueError(f"target must return one floating-point number per example, got {shown}")
     if not number.requires_grad:
-        raise ValueError("target does not depend on the attention: it was detached, rounded or computed outside of torch")
+        raise ValueError(
+            "target does not depend on the attention: it was detached, rounded or computed outside of torch, or the model's "
+            "forward pass runs under torch.no_grad"
+        )
 
 
 def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, str], *, is_last: bool) -> list[CallVariance]:
@@ -164,19 +167,34 @@ def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, s
     return [_of_examples(call, x, examples, names[call.module]) for call, x in zip(calls, scaled, strict=True)]
 
 
-def require_finite(what: str, numbers: Sequence[Tensor], std: Float[Tensor, " b"] | None = None) -> None:
-    """Raise on NaN or infinity in `numbers`, which `what` describes in the message, or in the gradients behind `std`.
+def require_meaning(
+    what: str, numbers: Sequence[Tensor], std: Float[Tensor, " b"] | None = None, *, num_keys: int = 1
+) -> None:
+    """Raise where a deviation would mean nothing: on NaN or infinity, and if no gradient arrived at any score.
 
     A model with finite answers may still have non-finite gradients, where it divides by 0 or masks everything. Called last,
     and for all tensors at once, because on a GPU the host has to wait for the answer.
+
+    Args:
+        what: Describes `numbers` in the message.
+        numbers: What the deviation belongs to.
+        std: The deviation.
+        num_keys: The most keys of an attention call. With one key its weight is 1 whatever the score is.
     """
     gradients = [] if std is None else [std]
     groups = ((what, numbers), ("the gradients of the target in the attention scores contain", gradients))
     flat = [upcast(x.detach()).flatten().to(numbers[0].device) for x in (*numbers, *gradients)]
-    if bool(torch.isfinite(torch.cat(flat)).all()):
-        return
-    found = next(name for name, tensors in groups if not all(bool(torch.isfinite(x).all()) for x in tensors))
-    raise ValueError(f"{found} NaN or infinity; the uncertainty of such a prediction is undefined")
+    is_finite = torch.isfinite(torch.cat(flat)).all()
+    arrived = is_finite if std is None or num_keys < 2 else flat[-1].any()
+    is_finite, arrived = torch.stack([is_finite, arrived]).tolist()
+    if not is_finite:
+        found = next(name for name, tensors in groups if not all(bool(torch.isfinite(x).all()) for x in tensors))
+        raise ValueError(f"{found} NaN or infinity; the uncertainty of such a prediction is undefined")
+    if not arrived:
+        raise ValueError(
+            "the gradient of the target is 0 at every attention score. Quantized layers pass no gradient, and half "
+            "precision may round it to 0. Use the model in float32"
+        )
 
 
 def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, name: str) -> CallVariance:
@@ -184,12 +202,21 @@ def _of_examples(call: Call, variance: Float[Tensor, "w h n"], examples: int, na
     entries = variance.shape[0]
     if entries == examples:
         return CallVariance(name, variance, True)
-    windows = isinstance(call.module, HostedAttention) and call.module.batch is not None
-    if not windows or entries % examples:
+    batch = call.module.batch if isinstance(call.module, HostedAttention) else None
+    # a model that was given these examples has cut them itself; one that was given several of them at once (two texts of a
+    # pair, one after the other) has not, and which entries belong together is unknown
+    is_cut = batch is not None and examples in (batch.examples, batch.whole)
+    if not is_cut or entries % examples:
         raise ValueError(
-            f"{name!r} attends over a batch of {entries}, but the target has {examples} numbers; examples must not mix"
+            f"{name!r} attends over a batch of {entries}, but the target has {examples} numbers, so it is unknown which "
+            "entries belong to which example, and examples must not mix. Call this with one example at a time"
         )
     return CallVariance(name, variance.unflatten(0, (examples, -1)).sum(dim=1), False)
+
+
+def most_keys(found: list[CallVariance]) -> int:
+    """Return the number of keys of the call that has most."""
+    return max(call.variance.shape[-1] for call in found)
 
 
 def total(found: list[CallVariance]) -> Float[Tensor, " b"]:

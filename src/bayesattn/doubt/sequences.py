@@ -12,8 +12,9 @@ from bayesattn.doubt.closed_form import (
     CallVariance,
     by_token,
     measuring,
+    most_keys,
     parts,
-    require_finite,
+    require_meaning,
     variances,
 )
 from bayesattn.doubt.result import SequenceScore
@@ -63,6 +64,12 @@ def score(
         raise ValueError("inputs has no tensor `input_ids`. Give the keyword arguments of the model as a mapping")
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
         raise ValueError("labels must be a tensor of token numbers with the axes (batch, tokens)")
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and not can_generate():
+        raise ValueError(
+            f"{type(model).__name__} does not predict every token from those before it, so it gives a text no probability. "
+            "Use a causal or encoder-decoder language model"
+        )
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     arguments = {name: value for name, value in inputs.items() if name != "labels"}
     if is_encoder_decoder:
@@ -97,7 +104,7 @@ def score(
     with measuring(model, arguments, config) as measured:
         (value,), (found,) = variances(measured, numbers)
     doubt = parts(found)
-    require_finite("the log-probabilities contain", [value], doubt["std"])
+    require_meaning("the log-probabilities contain", [value], doubt["std"], num_keys=most_keys(found))
     if is_encoder_decoder:
         lengths = (inputs["input_ids"].shape[1], scored.shape[1])
         doubt["by_token"] = by_token([call for call in found if _reads_prompt(call, *lengths)] or found)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesattn.metrics.significance import top_two_classes
 from bayesattn.precision import upcast
@@ -45,8 +45,24 @@ class Number:
         return lambda outputs: _difference(self.find(outputs), pair)
 
 
-def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -> Number:
+def require_exclusive_classes(model: nn.Module) -> None:
+    """Raise if the config of a transformers model says that an example may have several labels, so there is no margin."""
+    if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+        raise ValueError(
+            "the model's problem_type is 'multi_label_classification', so its labels have no margin between them. Give "
+            "target= a class, whose logit is then measured"
+        )
+
+
+def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2, valid: Tensor | None = None) -> Number:
     """Decide from the outputs of the model as it is which classes or spans the number is about.
+
+    Args:
+        target: As for `uncertainty`, like `output` and `num_classes`.
+        output: As there.
+        outputs: The outputs.
+        num_classes: As there.
+        valid: The batch's attention mask, 0 at padding, where a span must not lie.
 
     Raises:
         ValueError: The target does not fit the outputs; the message says what was found.
@@ -54,7 +70,7 @@ def settle(target: Target, output: Output, outputs: Any, num_classes: int = 2) -
     if callable(target):
         return Number(target)
     if isinstance(target, str) and target == "span":
-        return _span(outputs)
+        return _span(outputs, valid)
     find = output or find_logits
     logits = _checked(find(outputs))
     if isinstance(target, str) and target == "value":
@@ -112,13 +128,16 @@ def _classes(target: int | Tensor, logits: Float[Tensor, "b c"]) -> Int[Tensor, 
     return classes.long().expand(b)
 
 
-def _span(outputs: Any) -> Number:
+def _span(outputs: Any, valid: Tensor | None) -> Number:
     """Return the margin between the best span and the next best, with a span's score the sum of its two logits."""
     if not all(isinstance(getattr(outputs, name, None), Tensor) for name in ("start_logits", "end_logits")):
         raise ValueError(
             f"target is 'span', but the model returned {type(outputs).__name__}, which has no start_logits and end_logits"
         )
-    scores = _span_scores(outputs)
+    if valid is not None and valid.shape != outputs.start_logits.shape:
+        # a mask of another kind (packed sequences, entries of single queries) does not say where padding is
+        valid = None
+    scores = _span_scores(outputs, valid)
     n = outputs.start_logits.shape[1]
     if n < 2:
         raise ValueError("target is 'span', but the sequences have one token; a margin needs two spans")
@@ -126,14 +145,15 @@ def _span(outputs: Any) -> Number:
     pair = top_two_classes(scores)
     label = torch.stack([pair[:, 0] // n, pair[:, 0] % n], dim=-1)
     both = torch.stack([outputs.start_logits, outputs.end_logits]).detach()
-    return Number(lambda result: _difference(_span_scores(result), pair), True, None, label, logits=both)
+    return Number(lambda result: _difference(_span_scores(result, valid), pair), True, None, label, logits=both)
 
 
-def _span_scores(outputs: Any) -> Float[Tensor, "b spans"]:
+def _span_scores(outputs: Any, valid: Tensor | None) -> Float[Tensor, "b spans"]:
     start, end = upcast(outputs.start_logits), upcast(outputs.end_logits)
     scores = start.unsqueeze(2) + end.unsqueeze(1)
     backwards = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril(-1)
-    return scores.masked_fill(backwards, torch.finfo(scores.dtype).min).flatten(1)
+    absent = backwards if valid is None else backwards | (valid == 0).unsqueeze(1) | (valid == 0).unsqueeze(2)
+    return scores.masked_fill(absent, torch.finfo(scores.dtype).min).flatten(1)
 
 
 def _checked(logits: Tensor) -> Tensor:

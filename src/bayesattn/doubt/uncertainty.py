@@ -1,6 +1,6 @@
 """`ba.uncertainty`: which answers of an attention model to trust, without training it and without drawing from it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesattn.config import AttentionConfig
 from bayesattn.doubt import closed_form, graphs
 from bayesattn.doubt.result import Uncertainty
-from bayesattn.doubt.targets import Number, Output, Target, settle
+from bayesattn.doubt.targets import Number, Output, Target, require_exclusive_classes, settle
 from bayesattn.doubt.temporary import bayesian
 from bayesattn.modes import evaluating
 from bayesattn.prediction import as_arguments, find_logits, predict
@@ -47,8 +47,8 @@ def uncertainty(
         inputs: One batch, as for `predict`: a tensor, a sequence of positional or a mapping of keyword arguments.
         target: The number whose variance is computed. `margin`: the difference of the two largest logits. A class, or a
             tensor with one class per example: its logit. `value`: the output of a regression. `span`: the margin of the best
-            span of `start_logits` and `end_logits` over the next best. Or a function from the model's outputs to one number
-            per example.
+            span of `start_logits` and `end_logits` over the next best, both without padding; a span may be of any length and
+            may lie in the question. Or a function from the model's outputs to one number per example.
         config: Noise for a plain model; None is Weibull noise with k = 5. A Bayesian model has its own.
         method: `closed-form`, or `draws` for the standard deviation over `num_samples` sampled passes, to compare. For
             graph models also `linearized`: draws through the linearized model (`doubt/graphs.py`), which `closed-form` uses
@@ -74,14 +74,18 @@ def uncertainty(
     check_choice("method", method, ("closed-form", "draws", "linearized"))
     check_count("num_samples", num_samples, least=2)
     check_count("num_classes", num_classes, least=2)
+    if isinstance(target, str) and target == "margin":
+        require_exclusive_classes(model)
     if nodes is not None:
         target, output = _of_nodes(nodes, target, output)
+    inputs = _without_labels(model, inputs, target)
+    valid = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if method == "draws":
-        return _from_draws(model, inputs, target, config, num_samples, seed, output)
+        return _from_draws(model, inputs, target, config, num_samples, seed, output, valid)
     settled: list[Number] = []
 
     def numbers(outputs: Any) -> list:
-        number = settle(target, output, outputs, num_classes)
+        number = settle(target, output, outputs, num_classes, valid)
         settled.append(number)
         return [number.of] if number.classes is None else [number.difference(*pair) for pair in _pairs(num_classes)]
 
@@ -89,18 +93,33 @@ def uncertainty(
         if measured.is_graph:
             values, doubts, used = graphs.doubts(measured, numbers, linearize=method == "linearized", seed=seed)
             parts, variances = doubts[0], [doubt["std"].square() for doubt in doubts]
+            # no noise reaches a node without neighbors
+            num_keys = 1
         else:
             if method == "linearized" or nodes is not None:
                 raise ValueError(f"method='linearized' and nodes= are for graphs; this {type(model).__name__} has no edges")
             values, found = closed_form.variances(measured, numbers)
-            parts, used = closed_form.parts(found[0]), method
+            parts, used, num_keys = closed_form.parts(found[0]), method, closed_form.most_keys(found[0])
             variances = [parts["std"].square(), *(closed_form.total(calls) for calls in found[1:])]
-    _require_finite(settled[0], values, parts["std"])
+    _require_meaning(settled[0], values, parts["std"], num_keys)
     result = {"value": values[0], "method": used, **parts}
     if settled[0].classes is not None:
         result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
         result["covariance"] = _covariance(variances, num_classes)
     return _result(settled[0], num_samples, **result)
+
+
+def _without_labels(model: nn.Module, inputs: Any, target: Target) -> Any:
+    """Return inputs without labels, which only a function of the model's outputs may need; refuse what is not tokenized."""
+    values = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    if isinstance(values, list | tuple) and values and all(isinstance(value, str | list) for value in values):
+        kind = "texts" if isinstance(values[0], str) else "lists"
+        raise ValueError(f'inputs has {kind} instead of tensors. Give tokenizer(texts, padding=True, return_tensors="pt")')
+    # the decoder of an encoder-decoder takes its input from them
+    is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if not isinstance(inputs, Mapping) or callable(target) or is_encoder_decoder:
+        return inputs
+    return {name: value for name, value in inputs.items() if name != "labels"}
 
 
 def _of_nodes(nodes: Sequence[int] | Tensor, target: Target, output: Output) -> tuple[Target, Output]:
@@ -127,11 +146,9 @@ def _of_nodes(nodes: Sequence[int] | Tensor, target: Target, output: Output) -> 
     return target, lambda outputs: pick(find(outputs))
 
 
-def _require_finite(number: Number, values: list[Tensor], std: Tensor | None = None) -> None:
-    if number.logits is not None:
-        closed_form.require_finite("the model's logits contain", [number.logits], std)
-    else:
-        closed_form.require_finite("target gave", values, std)
+def _require_meaning(number: Number, values: list[Tensor], std: Tensor | None = None, num_keys: int = 1) -> None:
+    what, tensors = ("target gave", values) if number.logits is None else ("the model's logits contain", [number.logits])
+    closed_form.require_meaning(what, tensors, std, num_keys=num_keys)
 
 
 def _pairs(num_classes: int) -> list[tuple[int, int]]:
@@ -150,14 +167,14 @@ def _covariance(variances: list[Tensor], num_classes: int) -> Float[Tensor, "b o
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
-def _from_draws(model, inputs, target, config, num_samples, seed, output) -> Uncertainty:
+def _from_draws(model, inputs, target, config, num_samples, seed, output, valid) -> Uncertainty:
     with bayesian(model, config) as (_, modules):
         args, kwargs = as_arguments(inputs)
         with torch.no_grad(), evaluating(model, modules):
             outputs = model(*args, **kwargs)
-            number = settle(target, output, outputs)
+            number = settle(target, output, outputs, valid=valid)
             value = number.of(outputs)
-        _require_finite(number, [value])
+        _require_meaning(number, [value])
         std = predict(model, inputs, num_samples, seed, task="regression", output=number.of).samples.std(dim=0)
     return _result(number, num_samples, value=value, method="draws", std=std, by_layer={}, by_head={}, by_token=None)
 

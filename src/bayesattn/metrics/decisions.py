@@ -186,7 +186,7 @@ class SelectivePredictor:
 
     def answers(self, confidence: Float[Tensor, " b"]) -> Bool[Tensor, " b"]:
         """Return True where to answer, False where to abstain."""
-        validate.finite("confidence", confidence)
+        validate.ordered("confidence", confidence)
         return confidence.double() >= self.threshold
 
     def report(self, confidence: Float[Tensor, " b"], correct: Shaped[Tensor, " b"]) -> SelectiveReport:
@@ -225,7 +225,7 @@ def _report(answered: Tensor, correct: Tensor, level: float) -> SelectiveReport:
 def _check(confidence: Tensor, correct: Tensor, level: float) -> tuple[Tensor, Tensor]:
     check_fraction("level", level, open_ends=True)
     validate.same_length(confidence=confidence, correct=correct)
-    validate.finite("confidence", confidence)
+    validate.ordered("confidence", confidence)
     if not bool(((correct == 0) | (correct == 1)).all()):
         raise ValueError(
             "correct must be booleans or 0/1, because the binomial bound counts mistakes, got values in between"

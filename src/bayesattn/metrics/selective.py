@@ -103,5 +103,5 @@ def average_over_ties(
 
 def _check(confidence: Tensor, accuracy: Tensor) -> None:
     validate.same_length(confidence=confidence, accuracy=accuracy)
-    validate.finite("confidence", confidence)
+    validate.ordered("confidence", confidence)
     validate.unit_interval("accuracy", accuracy.double())

@@ -27,6 +27,12 @@ def finite(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got NaN or infinite entries")
 
 
+def ordered(name: str, value: Tensor) -> None:
+    """Raise on NaN; infinity can be sorted, and is the t of an answer that no attention noise moves."""
+    if bool(torch.isnan(value).any()):
+        raise ValueError(f"{name} must have no NaN, by which nothing can be sorted")
+
+
 def unit_interval(name: str, value: Tensor) -> None:
     """Require every entry to be in [0, 1]; NaN is outside."""
     low, high = (float(end) for end in torch.aminmax(value))

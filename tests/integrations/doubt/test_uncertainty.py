@@ -2,11 +2,12 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 from scipy import stats
-from small_models import BUILD, CLASSES, B, N, build, logits_of, tokens
+from small_models import BUILD, CLASSES, SMALL, B, N, build, logits_of, tokens
 from torch import nn
 
 import bayesattn as ba
@@ -236,7 +237,6 @@ def test_targets():
 
 def test_regression():
     import transformers as hf
-    from small_models import SMALL
 
     torch.manual_seed(0)
     model = hf.BertForSequenceClassification(hf.BertConfig(**{**SMALL, "num_labels": 1})).eval()
@@ -250,7 +250,6 @@ def test_regression():
 
 def test_spans():
     import transformers as hf
-    from small_models import SMALL
 
     torch.manual_seed(0)
     model = hf.BertForQuestionAnswering(hf.BertConfig(**{**SMALL, "num_labels": 2})).double().eval()
@@ -259,7 +258,9 @@ def test_spans():
     with torch.no_grad():
         outputs = model(**inputs)
     for i in range(B):
-        spans = {(s, e): float(outputs.start_logits[i, s] + outputs.end_logits[i, e]) for s in range(N) for e in range(s, N)}
+        length = int(inputs["attention_mask"][i].sum())
+        ends = [(s, e) for s in range(length) for e in range(s, length)]
+        spans = {(s, e): float(outputs.start_logits[i, s] + outputs.end_logits[i, e]) for s, e in ends}
         (best, first), (_, second) = sorted(spans.items(), key=lambda item: -item[1])[:2]
         assert tuple(result.label[i].tolist()) == best
         assert math.isclose(float(result.margin[i]), first - second, rel_tol=1e-9)
@@ -326,7 +327,6 @@ def test_bad_models_and_batches_are_refused_by_name(monkeypatch):
 
 def test_token_logits_need_a_target_of_ones_own():
     import transformers as hf
-    from small_models import SMALL
 
     model = hf.BertForTokenClassification(hf.BertConfig(**SMALL)).eval()
     with pytest.raises(ValueError, match="for tokens"):
@@ -336,7 +336,6 @@ def test_token_logits_need_a_target_of_ones_own():
 
 def test_covariance_of_the_top_classes_and_averaged_probabilities():
     import transformers as hf
-    from small_models import SMALL
 
     torch.manual_seed(0)
     model = hf.BertForSequenceClassification(hf.BertConfig(**{**SMALL, "num_labels": 5})).double().eval()
@@ -393,3 +392,86 @@ def test_a_wrong_number_of_classes_is_refused(count):
     model, inputs = build("bert-sdpa")
     with pytest.raises(ValueError, match=f"num_classes must be .*, got {count}"):
         ba.uncertainty(model, inputs, num_classes=count)
+
+
+class Siamese(nn.Module):
+    """Two texts of a pair in one batch: entry i and entry i + B belong to example i."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, first, second):
+        one, two = self.encoder(torch.cat([first, second])).pooler_output.chunk(2)
+        return (one * two).sum(dim=1, keepdim=True) * torch.tensor([1.0, -1.0])
+
+
+def test_entries_of_which_the_example_is_unknown_are_refused():
+    bert, inputs = build("bert-sdpa")
+    model, ids = Siamese(bert.bert.float()), inputs["input_ids"]
+    with pytest.raises(ValueError, match=r"batch of 6, but the target has 3 numbers.*one example at a time"):
+        ba.uncertainty(model, (ids, ids.flip(0)))
+
+
+def test_choices_of_a_question_belong_to_it():
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = hf.BertForMultipleChoice(hf.BertConfig(**SMALL)).double().eval()
+    ids = torch.randint(1, 61, (B, 5, N))
+    whole = ba.uncertainty(model, {"input_ids": ids})
+    for i in range(B):
+        alone = ba.uncertainty(model, {"input_ids": ids[i : i + 1]})
+        assert torch.allclose(whole.std[i], alone.std[0], rtol=1e-8)
+
+
+def test_quantized_layers_that_pass_no_gradient_are_refused():
+    model, inputs = build("bert-sdpa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's dynamic quantization is deprecated, and still in use
+        quantized = torch.ao.quantization.quantize_dynamic(model.float(), {nn.Linear})
+        with pytest.raises(ValueError, match=r"gradient of the target is 0 at every attention score.*float32"):
+            ba.uncertainty(quantized, inputs)
+
+
+def test_one_key_leaves_nothing_to_doubt():
+    model, inputs = build("bert-sdpa")
+    result = ba.uncertainty(model, {name: value[:, :1] for name, value in inputs.items()})
+    assert (result.std == 0).all()
+    assert torch.isinf(result.t).all()
+    correct = torch.tensor([True, False, True])
+    assert 0.0 <= float(ba.metrics.aurc(-result.score, correct.double())) <= 1.0
+
+
+def test_labels_in_the_batch_are_not_given_to_the_model():
+    model, inputs = build("bert-sdpa")
+    expected = ba.uncertainty(model, inputs)
+    for labels in (torch.full((B,), 7), torch.ones(B), [0, 1, 2]):
+        found = ba.uncertainty(model, {**inputs, "labels": labels})
+        assert torch.equal(found.std, expected.std)
+
+
+def test_spans_are_not_in_the_padding():
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = hf.BertForQuestionAnswering(hf.BertConfig(**{**SMALL, "num_labels": 2})).double().eval()
+    ids, mask = torch.randint(1, 61, (B, N)), torch.ones(B, N, dtype=torch.long)
+    alone = ba.uncertainty(model, {"input_ids": ids, "attention_mask": mask}, target="span")
+    padded = {"input_ids": nn.functional.pad(ids, (0, 4)), "attention_mask": nn.functional.pad(mask, (0, 4))}
+    for method in ("closed-form", "draws"):
+        assert torch.equal(ba.uncertainty(model, padded, target="span", method=method).label, alone.label)
+    assert torch.allclose(ba.uncertainty(model, padded, target="span").std, alone.std, rtol=1e-8)
+
+
+def test_models_with_several_labels_per_example_have_no_margin():
+    model, inputs = build("bert-sdpa")
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match=r"multi_label_classification.*Give target= a class"):
+        ba.uncertainty(model, inputs)
+    assert (ba.uncertainty(model, inputs, target=1).std > 0).all()
+
+
+@pytest.mark.parametrize("inputs", [["a good film", "a bad film"], {"input_ids": [[1, 2], [3, 4]]}])
+def test_texts_that_are_not_tokenized_are_refused(inputs):
+    model, _ = build("bert-sdpa")
+    with pytest.raises(ValueError, match='return_tensors="pt"'):
+        ba.uncertainty(model, inputs)

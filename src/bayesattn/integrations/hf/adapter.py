@@ -135,30 +135,33 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
 
 
-def _owner(model: nn.Module, name: str) -> PreTrainedModel | None:
-    """Return the innermost transformers model around the module: it splits examples into windows or channels."""
+def _owners(model: nn.Module, name: str) -> list[PreTrainedModel]:
+    """Return the transformers models around the module, the innermost first: it splits examples into windows or channels."""
     parts = name.split(".")
-    for length in range(len(parts) - 1, -1, -1):
-        owner = model.get_submodule(".".join(parts[:length]))
-        if isinstance(owner, PreTrainedModel):
-            return owner
-    return None
+    around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts) - 1, -1, -1)]
+    return [owner for owner in around if isinstance(owner, PreTrainedModel)]
 
 
 def batch_of(model: nn.Module, name: str) -> Batch | None:
-    """Return the `Batch` of the module `name`, hooked to the transformers model around it."""
-    owner = _owner(model, name)
-    if owner is None:
+    """Return the `Batch` of the module `name`, hooked to the innermost and outermost transformers model around it."""
+    owners = _owners(model, name)
+    if not owners:
         return None
+    owner, outermost = owners[0], owners[-1]
     if _BATCH_NAME not in owner.__dict__:
         batch = Batch()
-        owner.__dict__[_BATCH_NAME] = (batch, owner.register_forward_pre_hook(batch.note, with_kwargs=True))
+        handles = [
+            owner.register_forward_pre_hook(batch.note, with_kwargs=True),
+            outermost.register_forward_pre_hook(batch.note_whole, with_kwargs=True),
+        ]
+        owner.__dict__[_BATCH_NAME] = (batch, handles)
     return owner.__dict__[_BATCH_NAME][0]
 
 
 def release_batch(model: nn.Module, name: str, child: HostedAttention) -> None:
     """Remove the hook of `batch_of` if `child`, which has just left the model, was the last that needed it."""
-    owner = _owner(model, name)
+    owner = next(iter(_owners(model, name)), None)
     if owner is not None and not any(isinstance(m, HostedAttention) and m.batch is child.batch for m in owner.modules()):
-        _, handle = owner.__dict__.pop(_BATCH_NAME)
-        handle.remove()
+        _, handles = owner.__dict__.pop(_BATCH_NAME)
+        for handle in handles:
+            handle.remove()
