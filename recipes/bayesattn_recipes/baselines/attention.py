@@ -142,7 +142,6 @@ class RivalAttention(nn.Module):
         ops: ModuleType,
         *,
         dropout_p: float,
-        generator: torch.Generator | None = None,
     ) -> EdgeAttention:
         """Return the same for the edges of a graph.
 
@@ -152,18 +151,15 @@ class RivalAttention(nn.Module):
             edges: The graph.
             ops: `ops.segment.plain`, or `csr`.
             dropout_p: Dropout rate of the weights.
-            generator: Source of the noise; None is torch's own.
         """
         with without_autocast(scores.device.type):
-            output, weights, dropped, kl = self._attend(upcast(scores), value, EdgeRows(edges, ops, generator), dropout_p)
+            output, weights, dropped, kl = self._attend(upcast(scores), value, EdgeRows(edges, ops), dropout_p)
             return EdgeAttention(output, weights, dropped, kl)
 
-    def edge_weights(
-        self, scores: Float[Tensor, "e h"], edges: Edges, ops: ModuleType, generator: torch.Generator | None = None
-    ) -> Float[Tensor, "e h"]:
+    def edge_weights(self, scores: Float[Tensor, "e h"], edges: Edges, ops: ModuleType) -> Float[Tensor, "e h"]:
         """Return the weights of edges alone, before dropout; arguments as for `on_edges`."""
         with without_autocast(scores.device.type):
-            return self._weights(upcast(scores), EdgeRows(edges, ops, generator))[0]
+            return self._weights(upcast(scores), EdgeRows(edges, ops))[0]
 
     def _attend(
         self, scores: Tensor, value: Tensor, rows: Rows, dropout_p: float

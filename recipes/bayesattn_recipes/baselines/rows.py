@@ -118,12 +118,10 @@ class EdgeRows:
     Attributes:
         edges: The graph.
         ops: `ops.segment.plain`, or `csr` for sorted edges on a CPU.
-        generator: Source of the noise; None is torch's own.
     """
 
     edges: Edges
     ops: ModuleType
-    generator: torch.Generator | None = None
 
     def softmax(self, scores: Float[Tensor, "e h"]) -> Float[Tensor, "e h"]:
         """Return exp of the scores over its sum in the row."""
@@ -185,13 +183,13 @@ class EdgeRows:
 
     def keep(self, like: Float[Tensor, "x *rest"], p: float) -> Float[Tensor, "x *rest"]:
         """Draw the factors of dropout: 0 with probability p, else 1/(1 − p)."""
-        return torch.empty_like(like).bernoulli_(1.0 - p, generator=self.generator).div_(1.0 - p)
+        return torch.empty_like(like).bernoulli_(1.0 - p).div_(1.0 - p)
 
     def _draw(self, draw, like: Tensor) -> Tensor:
         # a graph is one example
         seed = keyed.next_seeds(1, like.device)
         shape = (1, 1, len(like), like[:1].numel())
-        return draw(seed, shape, device=like.device, dtype=like.dtype, generator=self.generator).view(like.shape)
+        return draw(seed, shape, device=like.device, dtype=like.dtype).view(like.shape)
 
 
 Rows = DenseRows | EdgeRows

@@ -113,12 +113,13 @@ def caption_image(
     return subject, explain(model, subject.regions, words, **options)
 
 
-def plot_explanation(subject: Subject, found: Explanation, title: str | None = None) -> Figure:
+def plot_explanation(subject: Subject, found: Explanation) -> Figure:
     """Draw prior, mean and deviation of the attention over the picture, one column per word (Figure 1 of the paper)."""
     shown = {name: values[: len(found.words)] for name, values in found.maps.items()}
     columns = [f"{word} {float(p):.2f}" for word, p in zip(found.words, found.probability)]
-    text = found.sentence if title is None else title
-    return plot_overlay(subject.picture, shown, grid=subject.grid, boxes=subject.boxes, columns=columns, title=text)
+    return plot_overlay(
+        subject.picture, shown, grid=subject.grid, boxes=subject.boxes, columns=columns, title=found.sentence
+    )
 
 
 @torch.no_grad()

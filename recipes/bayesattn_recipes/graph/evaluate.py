@@ -72,13 +72,13 @@ def predict_run(
     return Predictions(splits, graph.class_names, methods, seed)
 
 
-def add_feature_noise(graph: Graph, strength: float, seed: int = 0) -> Graph:
+def add_feature_noise(graph: Graph, strength: float) -> Graph:
     """Add Gaussian noise to every feature, of `strength` standard deviations of the training nodes' features.
 
-    The same seed gives the same pattern at every strength.
+    The pattern is the same at every strength.
     """
     check_not_negative(strength=strength)
-    noise = torch.randn(graph.features.shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(graph.features.shape, generator=torch.Generator().manual_seed(0))
     scale = strength * float(graph.features[graph.splits["train"]].std(correction=0))
     return replace(graph, features=graph.features + scale * noise if scale else graph.features)
 

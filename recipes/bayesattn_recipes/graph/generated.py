@@ -9,16 +9,20 @@ import torch
 
 from bayesattn_recipes.graph.data import Graph, make_graph
 
+# mean number of neighbors, drawn from a Poisson distribution: some nodes are isolated
+MEAN_DEGREE = 4.0
+# share of edges that stay within a class
+HOMOPHILY = 0.65
+# words drawn for each node, with repetition, and the probability that one comes from the class's own words
+WORDS_PER_NODE = 12
+TOPICAL_SHARE = 0.2
+
 
 def generate_graph(
     num_nodes: int = 1000,
     num_classes: int = 5,
     num_words: int = 200,
     *,
-    mean_degree: float = 4.0,
-    homophily: float = 0.65,
-    words_per_node: int = 12,
-    topical_share: float = 0.2,
     num_train: int = 100,
     num_validation: int = 200,
     seed: int = 0,
@@ -29,10 +33,6 @@ def generate_graph(
         num_nodes: Nodes.
         num_classes: Classes, as equal in size as possible.
         num_words: Vocabulary; every class has its own tenth of it, drawn at random, so topics overlap.
-        mean_degree: Mean number of neighbors, drawn from a Poisson distribution: some nodes are isolated.
-        homophily: Share of edges that stay within a class.
-        words_per_node: Words drawn for each node, with repetition.
-        topical_share: Probability that a word comes from the class's own words.
         num_train: Labeled nodes, spread over the classes as evenly as possible.
         num_validation: Validation nodes; the rest are test nodes.
         seed: Seed of everything.
@@ -44,18 +44,18 @@ def generate_graph(
         )
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(num_nodes) % num_classes)
-    num_edges = int(num_nodes * mean_degree / 2)
+    num_edges = int(num_nodes * MEAN_DEGREE / 2)
     source = rng.integers(num_nodes, size=num_edges)
     members = [np.flatnonzero(labels == label) for label in range(num_classes)]
-    stays = rng.random(num_edges) < homophily
+    stays = rng.random(num_edges) < HOMOPHILY
     inside = np.array([rng.choice(members[labels[node]]) for node in source])
     target = np.where(stays, inside, rng.integers(num_nodes, size=num_edges))
     topics = np.stack([rng.choice(num_words, size=num_words // 10, replace=False) for _ in range(num_classes)])
-    is_topical = rng.random((num_nodes, words_per_node)) < topical_share
-    topical = np.take_along_axis(topics[labels], rng.integers(topics.shape[1], size=(num_nodes, words_per_node)), axis=1)
-    words = np.where(is_topical, topical, rng.integers(num_words, size=(num_nodes, words_per_node)))
+    is_topical = rng.random((num_nodes, WORDS_PER_NODE)) < TOPICAL_SHARE
+    topical = np.take_along_axis(topics[labels], rng.integers(topics.shape[1], size=(num_nodes, WORDS_PER_NODE)), axis=1)
+    words = np.where(is_topical, topical, rng.integers(num_words, size=(num_nodes, WORDS_PER_NODE)))
     features = np.zeros((num_nodes, num_words), dtype=np.float32)
-    np.add.at(features, (np.arange(num_nodes)[:, None], words), 1.0 / words_per_node)
+    np.add.at(features, (np.arange(num_nodes)[:, None], words), 1.0 / WORDS_PER_NODE)
     # shuffled nodes, then dealt out class by class: the first num_train hold every class equally often
     order = rng.permutation(num_nodes)
     order = order[np.argsort(_rank_within_class(labels[order]), kind="stable")]

@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from bayesattn.metrics import reliability_bins
-from bayesattn.metrics.calibration import Scheme
 from bayesattn.plots.style import MARKERS, NEUTRAL, array, legend_below, main_title, names, new_figure, plain
 from bayesattn.plots.style import title as set_title
 from bayesattn.plots.uncertainty import look
@@ -16,15 +15,12 @@ from bayesattn.plots.uncertainty import look
 Columns = tuple[Float[Tensor, " b"], Shaped[Tensor, " b"]]
 
 
-def plot_calibration(
-    panels: Mapping[str, Mapping[str, Columns]], *, num_bins: int = 10, scheme: Scheme = "equal_count", title: str = ""
-) -> Figure:
+def plot_calibration(panels: Mapping[str, Mapping[str, Columns]], *, num_bins: int = 10, title: str = "") -> Figure:
     """Draw accuracy against confidence of several models, a panel for each data set.
 
     Args:
         panels: For each data set and model its confidences and accuracies.
-        num_bins: Largest number of bins.
-        scheme: Bins of equal width or equal count; in the latter case, every mark stands for the same number of predictions.
+        num_bins: Largest number of bins; every mark stands for the same number of predictions.
         title: Title above the figure.
 
     Example:
@@ -42,7 +38,7 @@ def plot_calibration(
         ax.plot([0, 1], [0, 1], color=NEUTRAL, linewidth=1, linestyle="--")
         lowest = 1.0
         for name, (confidence, accuracy) in curves.items():
-            bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme=scheme)
+            bins = reliability_bins(confidence, accuracy, num_bins=num_bins, scheme="equal_count")
             index, label = models.index(name), names([name], (), "panels", 1)[0]
             marker = MARKERS[index % len(MARKERS)]
             sure, right = array(bins.confidence), array(bins.accuracy)

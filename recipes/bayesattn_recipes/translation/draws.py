@@ -6,10 +6,9 @@ A draw is a model: with attention noise, with dropout masks if the model has no 
 import difflib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -42,9 +41,6 @@ def decode(
     sources: Sequence[list[int]],
     *,
     beam: int = 10,
-    penalty: float = 1.0,
-    batch_tokens: int | None = None,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[list[int]]:
     """Return the best translation of every source, without its end token.
 
@@ -52,14 +48,10 @@ def decode(
         model: In eval mode, or inside `sampling`.
         sources: Tokens, end token last.
         beam: Hypotheses kept.
-        penalty: Power of the length penalty.
-        batch_tokens: Source tokens decoded together; None for `evaluation_tokens`.
-        on_progress: Called with the sentences done and to do.
     """
     found: list[list[int]] = [[] for _ in sources]
-    done = 0
     # ten times the tokens if only one hypothesis per sentence is kept
-    for indices, memory in _encoded(model, sources, batch_tokens or evaluation_tokens(model) * 10 // min(beam, 10)):
+    for indices, memory in _encoded(model, sources, evaluation_tokens(model) * 10 // min(beam, 10)):
         longest = max(len(sources[index]) for index in indices)
         best = beam_search(
             functools.partial(model.next_log_probs, memory=memory),
@@ -69,26 +61,21 @@ def decode(
             beam=beam,
             # English is rarely more than 50 % longer than its German
             max_length=longest + longest // 2 + 10,
-            penalty=penalty,
             device=memory.values.device,
             narrow=lambda rows, memory=memory: functools.partial(model.next_log_probs, memory=memory.take(rows)),
         )
         for index, tokens in zip(indices, best.tokens[:, 0].tolist(), strict=True):
             found[index] = tokens[: tokens.index(END)]
-        done += len(indices)
-        on_progress(done, len(sources))
     return found
 
 
-def decode_draws(
-    model: Translator, sources: Sequence[list[int]], method: str, num_samples: int, *, penalty: float = 1.0
-) -> list[list[list[int]]]:
+def decode_draws(model: Translator, sources: Sequence[list[int]], method: str, num_samples: int) -> list[list[list[int]]]:
     """Return, for every source, the greedy translations of M draws, all decoded side by side; none for `mean`."""
     if method == "mean":
         return [[] for _ in sources]
     repeated = [tokens for tokens in sources for _ in range(num_samples)]
     with drawing(model, method):
-        found = decode(model, repeated, beam=1, penalty=penalty)
+        found = decode(model, repeated, beam=1)
     return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
 
 

@@ -34,20 +34,17 @@ def tf32_products() -> Iterator[None]:
 
 
 @torch.no_grad()
-def measure_quality(
-    model: Translator, vocabulary: Vocabulary, pairs: Pairs, *, beam: int = 10, kind: bleu.Kind = "cased"
-) -> dict[str, Any]:
+def measure_quality(model: Translator, vocabulary: Vocabulary, pairs: Pairs, *, kind: bleu.Kind = "cased") -> dict[str, Any]:
     """Return BLEU, chrF, perplexity and token calibration of the mean model, and its translations.
 
     Args:
         model: In eval mode.
         vocabulary: Vocabulary of the run.
         pairs: A test set.
-        beam: Hypotheses kept.
         kind: Kind of BLEU, see `bleu.corpus_bleu`.
     """
     corpus = encode_pairs(pairs, vocabulary)
-    outputs = [vocabulary.decode(tokens) for tokens in decode(model, corpus.sources, beam=beam)]
+    outputs = [vocabulary.decode(tokens) for tokens in decode(model, corpus.sources)]
     score = bleu.corpus_bleu(outputs, pairs.targets, kind)
     chrf = bleu.corpus_chrf(outputs, pairs.targets)
     return {
@@ -61,13 +58,13 @@ def measure_quality(
 
 
 def measure_calibration(
-    model: Translator, vocabulary: Vocabulary, pairs: Pairs, *, num_samples: int = 20, seed: int = 0
+    model: Translator, vocabulary: Vocabulary, pairs: Pairs, *, num_samples: int = 20
 ) -> dict[str, dict[str, float]]:
     """Return `measure_tokens` of the mean model, and of the mean of M draws by every method the model has."""
     corpus = encode_pairs(pairs, vocabulary)
     found = {}
     for method in available_methods(model):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         found[method] = measure_tokens(model, corpus, method, num_samples)
     return found
 
@@ -129,8 +126,6 @@ def measure_uncertainty(
     outputs: Sequence[str],
     *,
     num_samples: int = 20,
-    methods: Sequence[str] | None = None,
-    seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """Return, for every method and signal, how well it tells good translations from bad ones.
 
@@ -141,8 +136,8 @@ def measure_uncertainty(
     sources = [[*tokens, END] for tokens in vocabulary.encode(pairs.sources)]
     encoded = vocabulary.encode(outputs)
     results: dict[str, dict[str, Any]] = {}
-    for method in available_methods(model) if methods is None else methods:
-        torch.manual_seed(seed)
+    for method in available_methods(model):
+        torch.manual_seed(0)
         for signal, values in sentence_uncertainty(model, sources, encoded, method, num_samples).items():
             results[f"{method} {signal}"] = {
                 "spearman_chrf": rank_correlation(values, quality["chrf"]),

@@ -90,9 +90,7 @@ def translate(
     method: str | None = None,
     num_samples: int = 20,
     beam: int = 10,
-    penalty: float = 1.0,
     seed: int = 0,
-    name: str = "input",
 ) -> list[Translation]:
     """Translate sentences with their uncertainty.
 
@@ -104,21 +102,19 @@ def translate(
         method: What is drawn; None takes the usual way of the model. `mean` gives probabilities without draws.
         num_samples: M.
         beam: Hypotheses kept for the translation; the draws' own translations are greedy.
-        penalty: Power of the length penalty.
         seed: Seed of the draws; torch's generators are left as they were.
-        name: Name of the text, for errors.
     """
     method = usual_method(available_methods(model), method)
     encoded = vocabulary.encode(sentences)
-    check_lengths(encoded, max_tokens, name)
+    check_lengths(encoded, max_tokens, "input")
     sources = [[*tokens, END] for tokens in encoded]
     if not sources:
         return []
     devices = [next(model.parameters()).device] if next(model.parameters()).is_cuda else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        best = decode(model, sources, beam=beam, penalty=penalty)
-        sampled = decode_draws(model, sources, method, num_samples, penalty=penalty)
+        best = decode(model, sources, beam=beam)
+        sampled = decode_draws(model, sources, method, num_samples)
         found: list[Translation | None] = [None] * len(sources)
         targets = [[*tokens, END] for tokens in best]
         for indices in token_batches(Corpus(sources, targets), evaluation_tokens(model)):

@@ -75,7 +75,6 @@ class StoredRegions(Regions):
         step: Factor of every channel; None for features that are stored as they are.
         mask: True where there is a region; None means everywhere.
         grid: Rows and columns, or None.
-        boxes: Left, top, right, bottom as fractions, or None.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class StoredRegions(Regions):
         step: Float[Tensor, " d"] | None = None,
         mask: Bool[Tensor, "n r"] | None = None,
         grid: tuple[int, int] | None = None,
-        boxes: Float[Tensor, "n r 4"] | None = None,
     ) -> None:
         images, regions, self.dim = values.shape
         if len(names) != images:
@@ -100,7 +98,7 @@ class StoredRegions(Regions):
         if grid is not None and grid[0] * grid[1] != regions:
             raise ValueError(f"grid must have rows times columns = {regions} regions, got {grid}")
         self.names, self.grid = list(names), grid
-        self._values, self._step, self._mask, self._boxes = values, step, mask, boxes
+        self._values, self._step, self._mask = values, step, mask
 
     def gather(self, indices: Int[Tensor, " b"]) -> tuple[Float[Tensor, "b r d"], Bool[Tensor, "b r"]]:
         """Return features and mask of these images."""
@@ -110,10 +108,6 @@ class StoredRegions(Regions):
         if self._mask is None:
             return values, torch.ones(values.shape[:2], dtype=torch.bool)
         return values, self._mask[indices]
-
-    def boxes(self, index: int) -> Float[Tensor, "r 4"] | None:
-        """Return the boxes of an image."""
-        return None if self._boxes is None else self._boxes[index]
 
 
 def load_grid_features(stem: Path) -> StoredRegions:

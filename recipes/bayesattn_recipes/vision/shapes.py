@@ -32,6 +32,8 @@ KINDS = ("circle", "square", "triangle")
 HUES = {"red": 0.0, "yellow": 60.0, "green": 120.0, "blue": 240.0}
 COLORS = tuple(HUES)
 MAX_SHAPES = 4
+# about each picture, and answers to each question
+QUESTIONS_PER_IMAGE, NUM_ANNOTATORS, CAPTIONS_PER_IMAGE = 4, 10, 5
 NUMBER_WORDS = ("no", "one", "two", "three", "four")
 
 # degrees within which annotators agree on a color, and their error rate otherwise
@@ -76,28 +78,20 @@ class ShapesWorld:
     captions: list[tuple[str, ...]]
 
 
-def make_shapes_world(
-    num_images: int, seed: int, *, questions_per_image: int = 4, num_annotators: int = 10, captions_per_image: int = 5
-) -> ShapesWorld:
+def make_shapes_world(num_images: int, seed: int) -> ShapesWorld:
     """Draw a world of pictures, questions and captions.
 
     Args:
         num_images: Pictures.
         seed: Seed of everything.
-        questions_per_image: Questions about each.
-        num_annotators: Answers to each question.
-        captions_per_image: Captions of each.
     """
-    for name, value in (("num_images", num_images), ("questions_per_image", questions_per_image)):
-        check_count(name, value)
+    check_count("num_images", num_images)
     rng = np.random.default_rng(seed)
     names = [f"shapes-{seed}-{index:04d}" for index in range(num_images)]
     scenes = [_draw_scene(rng) for _ in names]
     images = torch.from_numpy(np.stack([_paint(scene, rng) for scene in scenes]))
-    questions = [
-        _ask(name, scene, rng, num_annotators) for name, scene in zip(names, scenes) for _ in range(questions_per_image)
-    ]
-    captions = [tuple(_describe(scene, rng) for _ in range(captions_per_image)) for scene in scenes]
+    questions = [_ask(name, scene, rng) for name, scene in zip(names, scenes) for _ in range(QUESTIONS_PER_IMAGE)]
+    captions = [tuple(_describe(scene, rng) for _ in range(CAPTIONS_PER_IMAGE)) for scene in scenes]
     regions = StoredRegions(names, pixel_features(images), grid=GRID)
     return ShapesWorld(names, images, regions, scenes, questions, captions)
 
@@ -161,7 +155,7 @@ def _paint(scene: Sequence[Shape], rng: np.random.Generator) -> np.ndarray:
     return np.clip(canvas + rng.normal(0.0, 8.0, canvas.shape), 0.0, 255.0).astype(np.uint8)
 
 
-def _ask(name: str, scene: Sequence[Shape], rng: np.random.Generator, num_annotators: int) -> Question:
+def _ask(name: str, scene: Sequence[Shape], rng: np.random.Generator) -> Question:
     """Return one question that has an answer, with the answers of all annotators."""
     once = [shape for shape in scene if sum(other.kind == shape.kind for other in scene) == 1]
     alone = [shape for shape in scene if sum(other.color == shape.color for other in scene) == 1]
@@ -185,7 +179,7 @@ def _ask(name: str, scene: Sequence[Shape], rng: np.random.Generator, num_annota
     else:
         text, is_so = _claim(scene, rng)
         options, shares = ("yes", "no"), _slip(0 if is_so else 1, 2, ANSWER_SLIP)
-    answers = tuple(options[index] for index in rng.choice(len(options), size=num_annotators, p=shares))
+    answers = tuple(options[index] for index in rng.choice(len(options), size=NUM_ANNOTATORS, p=shares))
     return Question(name, text, answers, kind)
 
 
