@@ -55,5 +55,3 @@ BENCH = Recipe(
 )
 
 RECIPES = {recipe.name: recipe for recipe in (DIGITS, GRAPH, LANGUAGE, TRANSLATION, CAPTIONING, VQA)}
-# these have no training of their own
-STUDIES = {recipe.name: recipe for recipe in (DOUBT, BENCH)}

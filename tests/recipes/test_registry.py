@@ -11,8 +11,9 @@ import pytest
 from bayesattn.cli import commands as commands
 from bayesattn.cli import main, registry
 from bayesattn.evaluation.runs import write_run
-from bayesattn_recipes import RECIPES, STUDIES
+from bayesattn_recipes import BENCH, DOUBT, RECIPES
 
+ALL = {**RECIPES, "doubt": DOUBT, "bench": BENCH}
 TRAIN = """
 def load_config(name, settings):
     raise ValueError(f"mine was asked for {name}")
@@ -44,7 +45,7 @@ load = Echo
 
 
 def test_the_papers_recipes_are_announced():
-    assert registry.installed() == RECIPES | STUDIES
+    assert registry.installed() == ALL
     assert all(recipe.has("train") and recipe.config_names for recipe in RECIPES.values())
 
 
@@ -101,7 +102,7 @@ def test_a_recipe_that_cannot_be_imported_stops_itself_alone(monkeypatch):
     found = entry_points(group=registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: (*found, broken))
     with pytest.warns(UserWarning, match=r"recipe 'broken' .*a_package_that_is_not_there"):
-        assert registry.installed() == RECIPES | STUDIES
+        assert registry.installed() == ALL
     with pytest.raises(ValueError, match=r"recipe 'broken' .*a_package_that_is_not_there"):
         registry.find("broken")
     assert registry.find("digits") == RECIPES["digits"]

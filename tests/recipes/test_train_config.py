@@ -9,7 +9,8 @@ import torch
 from bayesattn.cli.registry import find
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes import DIGITS, RECIPES
-from bayesattn_recipes.common.config import MetricLog, build_config, find_config, load_yaml, override, with_base
+from bayesattn_recipes.common.config import build_config, find_config, load_yaml, override, with_base
+from bayesattn_recipes.common.folders import write_log
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,7 @@ def test_one_thread_is_given_back():
 
 
 def test_log_is_one_json_object_per_line(tmp_path):
-    log = MetricLog()
-    log.add(epoch=0, loss=1.5)
-    log.add(epoch=1, loss=0.5)
-    log.write(tmp_path / "log.jsonl")
+    write_log(tmp_path, [{"epoch": 0, "loss": 1.5}, {"epoch": 1, "loss": 0.5}])
     assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 0, "loss": 1.5}\n{"epoch": 1, "loss": 0.5}\n'
 
 

@@ -330,20 +330,12 @@ def test_paper_sizes_have_the_papers_number_of_parameters():
     assert sizes["wc"] - sizes["soft"] == 1024 * 5 + 5 + 5 + 1
 
 
-def test_missing_sacrebleu_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(ValueError, match=r"need the package 'sacrebleu'. Install it with: pip install"):
-        bleu.corpus_bleu(["a"], ["a"])
-
-
 def test_rank_correlation_of_uncertainty_with_quality_is_negated():
     assert measure.rank_correlation([1.0, 2.0, 3.0], [30.0, 20.0, 10.0]) == pytest.approx(1.0)
     assert measure.rank_correlation([1.0, 1.0, 1.0], [30.0, 20.0, 10.0]) == 0.0
 
 
 def test_scores_are_sacrebleus():
-    pytest.importorskip("sacrebleu")
     outputs = ["a small cat sat there", "the dog ran home today"]
     references = ["a small cat sat here", "the dog ran home today"]
     found = bleu.corpus_bleu(outputs, references)
@@ -361,7 +353,6 @@ def test_scores_are_sacrebleus():
 
 
 def test_counts_of_sentences_add_up_to_the_bleu_of_their_text():
-    pytest.importorskip("sacrebleu")
     outputs = ["a small cat sat there .", "the dog ran home today", "", "one"]
     references = ["a small cat sat here .", "A dog ran home today", "nothing", "one two"]
     counts = bleu.sentence_counts(outputs, references)

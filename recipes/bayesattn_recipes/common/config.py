@@ -11,7 +11,7 @@ import reprlib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic.dataclasses
@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from bayesattn.config import VARIANTS, AttentionConfig
-from bayesattn.files import read_text, write_bytes
+from bayesattn.files import read_text
 from bayesattn_recipes.baselines import AttentionChoice
 
 Config = TypeVar("Config")
@@ -287,17 +287,8 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class MetricLog:
-    """Rows of named numbers, kept in memory, and the seconds they took; written as JSON lines."""
+class MetricLog(NamedTuple):
+    """Rows of named numbers, one per epoch, and the seconds they took."""
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.seconds = 0.0
-
-    def add(self, **values: Any) -> None:
-        """Append one row."""
-        self.rows.append(values)
-
-    def write(self, path: Path) -> None:
-        """Write all rows, one JSON object per line."""
-        write_bytes(path, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+    rows: list[dict[str, Any]]
+    seconds: float = 0.0

@@ -129,9 +129,7 @@ class _Loop:
         if self.at.best is not None:
             self.experiment.model.load_state_dict(self.at.best)
         self.experiment.model.eval()
-        log = MetricLog()
-        log.rows, log.seconds = self.at.rows, seconds_before + time.monotonic() - started
-        return log
+        return MetricLog(self.at.rows, seconds_before + time.monotonic() - started)
 
     def _is_done(self) -> bool:
         limit = self.experiment.max_steps

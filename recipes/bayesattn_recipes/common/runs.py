@@ -220,15 +220,14 @@ def load_parameters(folder: Path, model: nn.Module) -> None:
 
 def read_log(folder: Path) -> MetricLog:
     """Read the log of a run."""
-    log = MetricLog()
     text = read_text(folder / LOG_FILE, JSON_LIMIT)
     try:
-        log.rows = [json.loads(line) for line in text.splitlines()]
+        rows = [json.loads(line) for line in text.splitlines()]
     except (ValueError, RecursionError) as error:
         raise RunError(f"{folder / LOG_FILE} cannot be read as JSON lines: {error}") from None
-    if not log.rows or not all(isinstance(row, dict) for row in log.rows):
+    if not rows or not all(isinstance(row, dict) for row in rows):
         raise RunError(f"{folder / LOG_FILE} must hold one JSON object per line, at least one")
-    return log
+    return MetricLog(rows)
 
 
 def choose_methods(given: Sequence[str] | None, allowed: Sequence[str], num_samples: int, variant: str) -> list[str]:

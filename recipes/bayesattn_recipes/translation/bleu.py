@@ -1,8 +1,10 @@
 """Corpus and sentence scores by sacrebleu, with the signature of how they were computed."""
 
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.significance import PairedTest
 
 Kind = Literal["cased", "lowercase", "tokenized"]
 
@@ -23,17 +25,6 @@ class Counts(NamedTuple):
     reference_length: int
 
 
-def _metrics() -> Any:
-    return _load("sacrebleu.metrics")
-
-
-def _load(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError:
-        raise ValueError("BLEU and chrF need the package 'sacrebleu'. Install it with: pip install sacrebleu") from None
-
-
 def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = "cased") -> CorpusScore:
     """Return BLEU of a corpus.
 
@@ -44,22 +35,21 @@ def corpus_bleu(outputs: Sequence[str], references: Sequence[str], kind: Kind = 
             as it is (IWSLT14's files, and the paper's kind of BLEU).
     """
     options = {"tokenize": "none", "force": True} if kind == "tokenized" else {}
-    metric = _metrics().BLEU(lowercase=kind != "cased", **options)
+    metric = BLEU(lowercase=kind != "cased", **options)
     score = metric.corpus_score(list(outputs), [list(references)])
     return CorpusScore(score.score, str(metric.get_signature()))
 
 
 def corpus_chrf(outputs: Sequence[str], references: Sequence[str]) -> CorpusScore:
     """Return chrF2."""
-    metric = _metrics().CHRF()
+    metric = CHRF()
     score = metric.corpus_score(list(outputs), [list(references)])
     return CorpusScore(score.score, str(metric.get_signature()))
 
 
 def sentence_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
     """Return `chrf` and `bleu` of every sentence, from 0 to 100; BLEU counts only the orders a sentence has."""
-    metrics = _metrics()
-    chrf, bleu = metrics.CHRF(), metrics.BLEU(effective_order=True)
+    chrf, bleu = CHRF(), BLEU(effective_order=True)
     pairs = list(zip(outputs, references, strict=True))
     return {
         "chrf": [chrf.sentence_score(output, [reference]).score for output, reference in pairs],
@@ -69,7 +59,7 @@ def sentence_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[s
 
 def sentence_counts(outputs: Sequence[str], references: Sequence[str]) -> list[Counts]:
     """Return the counts of every sentence (cased), so that BLEU of many subsets can be computed without the text."""
-    metric = _metrics().BLEU(effective_order=True)
+    metric = BLEU(effective_order=True)
     scores = [metric.sentence_score(output, [reference]) for output, reference in zip(outputs, references, strict=True)]
     return [Counts(tuple(score.counts), tuple(score.totals), score.sys_len, score.ref_len) for score in scores]
 
@@ -79,7 +69,7 @@ def bleu_of_counts(counts: Sequence[Counts]) -> float:
     correct = [sum(column) for column in zip(*(c.correct for c in counts), strict=True)]
     total = [sum(column) for column in zip(*(c.total for c in counts), strict=True)]
     lengths = sum(c.output_length for c in counts), sum(c.reference_length for c in counts)
-    return float(_metrics().BLEU.compute_bleu(correct, total, *lengths, smooth_method="exp").score)
+    return float(BLEU.compute_bleu(correct, total, *lengths, smooth_method="exp").score)
 
 
 def bootstrap_p_value(
@@ -90,12 +80,10 @@ def bootstrap_p_value(
     It is sacrebleu's: the share of resamples whose absolute difference exceeds its own mean by the observed one. So it
     counts one side, and is somewhat below one half if there is no difference.
     """
-    metric = _metrics().BLEU()
     if list(baseline) == list(ours):
         # sacrebleu counts differences above the observed one and would find none above 0, which gives the smallest p
         return 1.0
     systems = [("baseline", list(baseline)), ("ours", list(ours))]
-    paired_test = _load("sacrebleu.significance").PairedTest
-    test = paired_test(systems, {"BLEU": metric}, [list(references)], test_type="bs", n_samples=num_resamples)
+    test = PairedTest(systems, {"BLEU": BLEU()}, [list(references)], test_type="bs", n_samples=num_resamples)
     _, results = test()
     return float(results["BLEU"][1].p_value)

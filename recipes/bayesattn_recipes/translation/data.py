@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from bayesattn_recipes.common.sources import explained
-from bayesattn_recipes.translation.text import Pairs, find_file, read_pairs, read_tab_separated, without_repeats
+from bayesattn_recipes.translation.text import Pairs, find_file, read_pairs, read_tab_separated
 
 MULTI30K = {
     "train": "train",
@@ -88,7 +88,7 @@ def split_by_sentence(pairs: Pairs, shares: tuple[int, int] = TATOEBA_SHARES) ->
         pairs: Sentences and translations; repeated pairs count once.
         shares: Numbers of groups, out of 1,000, that go to validation and to test.
     """
-    rows = sorted(without_repeats(zip(pairs.targets, pairs.sources, strict=True)))
+    rows = sorted(set(zip(pairs.targets, pairs.sources, strict=True)))
     group = _connected(rows)
     splits: dict[str, list[tuple[str, str]]] = {"train": [], "validation": [], "test": []}
     # rows are sorted, so the first English sentence of a group is its first row's

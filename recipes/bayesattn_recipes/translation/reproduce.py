@@ -52,7 +52,6 @@ def reproduce(request: Request) -> Path:
     variants = None
     if request.variants is not None:
         variants = list(dict.fromkeys(("soft", *choose("variants", request.variants, VARIANTS))))
-    bleu.corpus_bleu(["a"], ["a"])  # check for sacrebleu before hours of training
     wanted = {
         dataset: variants or [v for v in VARIANTS if (CONFIGS / f"{dataset}-{v}.yaml").exists()] for dataset in datasets
     }

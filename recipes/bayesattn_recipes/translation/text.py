@@ -3,7 +3,6 @@
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,8 +79,3 @@ def read_tab_separated(path: Path) -> Pairs:
         pairs.targets.append(columns[0])
         pairs.sources.append(columns[1])
     return pairs
-
-
-def without_repeats(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows in their order, each once."""
-    return list(dict.fromkeys(rows))

@@ -26,7 +26,6 @@ SIDE = GRID[0] * CELL
 BLOCKS = 4
 # gray of the empty ground
 GROUND = 40.0
-FEATURE_DIM = 3 * BLOCKS * BLOCKS + 2
 
 KINDS = ("circle", "square", "triangle")
 HUES = {"red": 0.0, "yellow": 60.0, "green": 120.0, "blue": 240.0}
