@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from language_files import sentiment_data, write_glue, write_squad
 
 from bayesattn.cli import main
-from bayesattn.config import AttentionConfig
 from bayesattn.files import RunError
 from bayesattn_recipes.baselines import with_score_function
 from bayesattn_recipes.baselines.config import IN_LAYERS
@@ -93,16 +92,6 @@ def test_every_rival_trains_through_the_loop_and_reaches_every_parameter(recipe,
 def test_soft_attention_of_a_recipe_is_what_it_was(recipe):
     one = experiment(recipe, load(recipe, "soft"))
     assert not any(getattr(module, "bayes_weights", None) is not None for module in one.model.modules())
-
-
-def test_results_from_before_a_recipe_knew_rivals_are_still_its_own(tmp_path):
-    config = load("vqa", "BAM-WC")
-    values = dataclasses.asdict(config)
-    before = {**values, "attention": dataclasses.asdict(AttentionConfig("BAM-WC"))}
-    assert before["attention"].keys() < values["attention"].keys()
-    write_cell(tmp_path / "cell.json", {"config": before}, {"accuracy": 0.5})
-    assert read_cell(tmp_path / "cell.json", {"config": values}) == {"accuracy": 0.5}
-    check_identity(tmp_path, {"config": before}, {"config": values})
 
 
 @pytest.mark.parametrize("setting", ["attention.temperature=0.7", "attention.variant=BAM-WC"])

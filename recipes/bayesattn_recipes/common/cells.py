@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from bayesattn.cli.registry import Request
 from bayesattn.files import RunError, write_json
-from bayesattn_recipes.common.config import comparable
 from bayesattn_recipes.common.parallel import Outcome, run_all, warm_up
 from bayesattn_recipes.common.progress import show_runs
 
@@ -41,7 +40,7 @@ def read_cell(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         found, measures = cell["identity"], cell["measures"]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise RunError(f"{path} is not a finished run of an experiment: {error}. Remove it to run it again") from None
-    found, expected = comparable(found), comparable(json.loads(json.dumps(identity)))
+    expected = json.loads(json.dumps(identity))
     if found != expected:
         changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         raise RunError(f"{path} was run with other settings ({', '.join(changed)}). Choose another folder or remove it")

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from bayesattn.files import RunError, write_json
-from bayesattn_recipes.common.config import comparable
 from bayesattn_recipes.common.folders import CHECKPOINTS_FOLDER, FAILURE_FILE, remove_leftovers, write_log
 from bayesattn_recipes.common.state import read_state, write_state
 
@@ -87,7 +86,7 @@ class Checkpoints:
 
 def check_identity(run: Path, found: Any, wanted: dict[str, Any]) -> None:
     """Raise an error that names the differences if the run in the folder is not the one to continue."""
-    before, now = dict(leaves(comparable(found))), dict(leaves(comparable(wanted)))
+    before, now = dict(leaves(found)), dict(leaves(wanted))
     names = [name for name in {**before, **now} if name not in FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name) or (name in before) != (name in now)]
     if changed:

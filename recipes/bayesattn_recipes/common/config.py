@@ -19,9 +19,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from bayesattn.config import VARIANTS, AttentionConfig
 from bayesattn.files import read_text
-from bayesattn_recipes.baselines import AttentionChoice
 
 Config = TypeVar("Config")
 
@@ -43,10 +41,6 @@ def config_class(cls: Class) -> Class:
     """Make a frozen dataclass; pydantic checks its fields against their annotations, however it is built."""
     return pydantic.dataclasses.dataclass(frozen=True, config=STRICT)(cls)  # type: ignore[return-value]  (the class that went in)
 
-
-_OF_RIVALS = {field.name for field in dataclasses.fields(AttentionChoice)} - {
-    field.name for field in dataclasses.fields(AttentionConfig)
-}
 
 # size limit of a config in bytes; the library's longest has 1,500, and parsing takes one second per 100,000
 CONFIG_LIMIT = 2**16
@@ -267,17 +261,6 @@ def _names_at(cls: Any, place: Sequence[str]) -> list[str]:
     for name in place:
         cls = typing.get_type_hints(cls)[name]
     return [field.name for field in dataclasses.fields(cls)]
-
-
-def comparable(values: Any) -> Any:
-    """Return the values of a config, without the settings of rivals if its attention is not a rival.
-
-    There they have no effect, and runs from before a recipe had rivals lack them.
-    """
-    if not isinstance(values, dict):
-        return values
-    is_rival = values.get("variant") not in VARIANTS or values.get("sampled_kl")
-    return {name: comparable(value) for name, value in values.items() if is_rival or name not in _OF_RIVALS}
 
 
 def seed_everything(seed: int) -> None:
