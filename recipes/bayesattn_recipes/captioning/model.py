@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from bayesattn.nn import StepAttention
 from bayesattn_recipes.baselines import categorical
 from bayesattn_recipes.baselines.variational import marginal_log_probs
-from bayesattn_recipes.captioning.cell import maxout_lstm
 from bayesattn_recipes.captioning.vocabulary import Vocabulary
 
 
@@ -257,6 +256,23 @@ class Att2in(nn.Module):
             bias=bias,
         )
         return Unrolled(hidden, cells, torch.cat(weights, dim=1), all_scores)
+
+
+def maxout_lstm(
+    sums: Float[Tensor, "c five_d"], view: Float[Tensor, "c two_d"], cell: Float[Tensor, "c d"]
+) -> tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]:
+    """Return hidden state and cell after one step of Att2in's LSTM, whose candidates compete.
+
+    Args:
+        sums: W_x x_t + W_h h_{t−1} + b for input, forget and output gate and the two candidates, in this order.
+        view: W_a a_t for the two candidates.
+        cell: c_{t−1}.
+    """
+    width = cell.shape[-1]
+    gates, candidates = sums.split([3 * width, 2 * width], dim=-1)
+    enter, keep, leave = torch.sigmoid(gates).chunk(3, dim=-1)
+    cell = keep * cell + enter * torch.maximum(*(candidates + view).chunk(2, dim=-1))
+    return leave * torch.tanh(cell), cell
 
 
 def _select(x: Float[Tensor, "c t *d"], positions: Int[Tensor, " p"] | None) -> Float[Tensor, "..."]:
