@@ -1,9 +1,7 @@
 """Draw predictions from a trained graph attention network, and measure them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +13,7 @@ from bayesattn.evaluation.runs import EdgeWeights, Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
 from bayesattn.prediction import predict, sampling
 from bayesattn.scalars import check_not_negative
-from bayesattn_recipes.common.runs import choose_methods
+from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
 from bayesattn_recipes.graph.config import GraphConfig
 from bayesattn_recipes.graph.data import LEFT_OUT, Graph
 from bayesattn_recipes.graph.inputs import Inputs, neighborhood, whole_graph
@@ -23,53 +21,54 @@ from bayesattn_recipes.graph.model import GraphAttentionNetwork
 from bayesattn_recipes.graph.train import load_run
 
 
-@one_thread()
-def predict_run(
-    folder: Path,
-    *,
-    num_samples: int = 20,
-    noise: tuple[float, ...] = (0.5, 1.0),
-    methods: Sequence[str] | None = None,
-    seed: int = 0,
-    data: Path | None = None,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> Predictions:
-    """Predict the validation and test nodes of a run with every method.
+@dataclass(frozen=True)
+class GraphPredictor:
+    """A run of the recipe, and its graph."""
 
-    Args:
-        folder: The run.
-        num_samples: M, at least 2.
-        noise: Strengths of feature noise; the test nodes are predicted again with each.
-        methods: What is drawn: nothing (`mean`), the `attention` weights of a Bayesian network, alone or with its dropout
-            masks (`attention+dropout`), or the `dropout` masks of a soft one. None takes `mean` and the first of these.
-        seed: Seed of the draws.
-        data: Folder of the data sets; None takes that of the environment variable BAYESATTN_DATA.
-        on_progress: Called with the number of splits and methods done and to do, for a progress bar.
-    """
-    config, model, graph = load_run(folder, data)
-    methods = choose_methods(methods, available_methods(config), num_samples, config.attention.variant)
-    places = {name: (graph, graph.splits[name]) for name in ("validation", "test")}
-    for strength in noise:
-        if strength:
-            places[f"noise-{strength:g}"] = (add_feature_noise(graph, strength), graph.splits["test"])
-    if LEFT_OUT in graph.splits:
-        places[LEFT_OUT] = (graph, graph.splits[LEFT_OUT])
-    splits, done = {}, 0
-    for name, (seen, nodes) in places.items():
-        inputs, samples = neighborhood(seen, nodes), {}
+    config: GraphConfig
+    model: GraphAttentionNetwork
+    graph: Graph
+
+    @property
+    def variant(self) -> str:
+        """What the run was trained with."""
+        return self.config.attention.variant
+
+    @property
+    def methods(self) -> list[str]:
+        """How it can be drawn."""
+        return available_methods(self.config)
+
+    def conditions(self, noise: tuple[float, ...], num_samples: int) -> dict[str, tuple[Graph, Int[Tensor, " k"]]]:
+        """Return the validation and test nodes, the test nodes also with noise on all features, and the left-out ones."""
+        graph, nodes = self.graph, self.graph.splits
+        return {
+            "validation": (graph, nodes["validation"]),
+            "test": (graph, nodes["test"]),
+            **{f"noise-{level:g}": (add_feature_noise(graph, level), nodes["test"]) for level in noise if level},
+            **({LEFT_OUT: (graph, nodes[LEFT_OUT])} if LEFT_OUT in nodes else {}),
+        }
+
+    def predict(
+        self, name: str, condition: tuple[Graph, Int[Tensor, " k"]], methods: Sequence[str], num_samples: int, seed: int
+    ) -> SplitPredictions:
+        """Predict some nodes; keep the drawn attention for the test nodes."""
+        graph, nodes = condition
+        inputs, samples = neighborhood(graph, nodes), {}
         for method in methods:
-            logits = draw(model, inputs, method, num_samples, seed)[:, : len(nodes)]
+            logits = draw(self.model, inputs, method, num_samples, seed)[:, : len(nodes)]
             samples[method] = torch.softmax(logits, dim=-1)
-            done += 1
-            on_progress(done, len(places) * len(methods))
-        labels = None if name == LEFT_OUT else graph.labels[nodes]
-        edges = (
-            edge_weights(model, graph, nodes, num_samples, seed)
-            if name == "test" and config.attention.is_stochastic
-            else None
-        )
-        splits[name] = SplitPredictions(samples, labels, edges=edges)
-    return Predictions(splits, graph.class_names, methods, seed)
+        labels, edges = None if name == LEFT_OUT else graph.labels[nodes], None
+        if name == "test" and self.config.attention.is_stochastic:
+            edges = edge_weights(self.model, graph, nodes, num_samples, seed)
+        return SplitPredictions(samples, labels, edges=edges)
+
+    def assemble(self, splits: dict[str, SplitPredictions], methods: list[str], seed: int) -> Predictions:
+        """Add the names of the classes."""
+        return Predictions(splits, self.graph.class_names, methods, seed)
+
+
+predict_run = one_thread()(PredictRun(lambda folder, data: GraphPredictor(*load_run(folder, data))))
 
 
 def add_feature_noise(graph: Graph, strength: float) -> Graph:
@@ -103,9 +102,8 @@ def edge_weights(
 
 def available_methods(config: GraphConfig) -> list[str]:
     """Return how predictions can be drawn from a network, the usual way second."""
-    if config.attention.is_stochastic:
-        return ["mean", "attention", *(["attention+dropout"] if config.dropout else [])]
-    return ["mean", *(["dropout"] if config.dropout or config.attention.variant == "mc-dropout" else [])]
+    drops = config.dropout > 0.0 or config.attention.variant == "mc-dropout"
+    return drawing_methods(is_stochastic=config.attention.is_stochastic, drops=drops)
 
 
 @torch.no_grad()
