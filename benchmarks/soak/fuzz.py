@@ -27,7 +27,8 @@ from bayesattn.evaluation import runs
 from bayesattn_recipes.common import folders, state
 from bayesattn_recipes.common import runs as _runs
 from bayesattn_recipes.common.config import build_config, override, read_config
-from bayesattn_recipes.digits.train import CONFIGS, DigitsConfig
+from bayesattn_recipes.digits.config import DigitsConfig
+from bayesattn_recipes.digits.train import CONFIGS
 
 SECONDS = 10
 LONGEST_MESSAGE = 5000

@@ -9,7 +9,8 @@ import bayesattn as ba
 from bayesattn_recipes.common.doubt import MOST_DOUBTFUL, with_noise
 from bayesattn_recipes.digits import data
 from bayesattn_recipes.digits.evaluate import attention_maps, available_methods, doubtful_examples, draw, predict_run
-from bayesattn_recipes.digits.train import CONFIGS, build_model, fit, load_config, load_run, train_run
+from bayesattn_recipes.digits.model import DigitClassifier
+from bayesattn_recipes.digits.train import CONFIGS, fit, load_config, load_run, train_run
 
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 TINY = ["training.epochs=2", "train_size=40", "training.batch_size=20", "width=8", "num_heads=2"]
@@ -105,7 +106,7 @@ def test_every_config_trains_and_its_loss_falls(name):
 
 
 def test_variants_share_their_model_and_differ_by_the_prior():
-    soft, bayesian = (dict(build_model(load_config(name)).named_parameters()) for name in ("soft", "wc"))
+    soft, bayesian = (dict(DigitClassifier(load_config(name)).named_parameters()) for name in ("soft", "wc"))
     assert [name for name in bayesian if "bayes_prior" not in name] == list(soft)
     assert len(bayesian) > len(soft)
 
@@ -165,7 +166,7 @@ def test_predictions_are_probabilities_with_the_methods_asked_for(tiny_run):
 def test_most_doubtful_images_are_those_of_the_whole_split(name):
     torch.manual_seed(0)
     config = load_config(name, TINY)
-    model, images = build_model(config).eval(), data.load_splits(40)["test"].images[:40]
+    model, images = DigitClassifier(config).eval(), data.load_splits(40)["test"].images[:40]
     found = doubtful_examples(model, images)
     assert model.last_attention.config == config.attention
     with with_noise(model):
@@ -193,7 +194,7 @@ def test_draws_differ_and_repeat_with_their_seed(tiny_run):
 
 def test_mc_dropout_draws_from_a_soft_model():
     config = load_config("soft", TINY)
-    model = build_model(config).eval()
+    model = DigitClassifier(config).eval()
     images = data.load_splits(40)["validation"].images[:7]
     draws = draw(model, images, "dropout", 4, seed=0)
     assert not torch.equal(draws[0], draws[1])

@@ -10,11 +10,12 @@ from torch_geometric.nn import GATConv
 from bayesattn import record_kl
 from bayesattn.integrations.pyg import neighbor_batch
 from bayesattn_recipes.common.loop import train
-from bayesattn_recipes.graph.config import CONFIGS, build_model, load_config
+from bayesattn_recipes.graph.config import CONFIGS, load_config
 from bayesattn_recipes.graph.data import load_graph
 from bayesattn_recipes.graph.experiment import BatchExperiment, GraphExperiment, epochs_since_progress
 from bayesattn_recipes.graph.generated import generate_graph
 from bayesattn_recipes.graph.inputs import neighborhood, whole_graph
+from bayesattn_recipes.graph.model import GraphAttentionNetwork
 from bayesattn_recipes.graph.reproduce import DATASETS, VARIANTS
 from bayesattn_recipes.graph.train import fit
 from data import shared_data
@@ -41,13 +42,13 @@ def _double(model, inputs):
 def test_parameters_are_counted(name, own, prior):
     graph = load_graph(name, shared_data())
     for variant in VARIANTS:
-        model = build_model(load_config(f"{name}-{variant}"), graph)
+        model = GraphAttentionNetwork(load_config(f"{name}-{variant}"), graph)
         expected = own + (prior if variant in ("lc", "wc") else 0)
         assert sum(parameter.numel() for parameter in model.parameters()) == expected
 
 
 def test_network_in_eval_mode_is_pygs_gat(graph):
-    model = build_model(load_config("cora-wc", SMALL), graph).eval()
+    model = GraphAttentionNetwork(load_config("cora-wc", SMALL), graph).eval()
     hidden, output = GATConv(50, 5, heads=3), GATConv(15, 3, heads=2, concat=False)
     for ours, theirs in ((model.hidden, hidden), (model.output, output)):
         theirs.load_state_dict({name: value for name, value in ours.state_dict().items() if "bayes" not in name})
@@ -61,7 +62,7 @@ def test_network_in_eval_mode_is_pygs_gat(graph):
 
 
 def test_dropout_is_in_three_places_of_each_layer(graph):
-    model = build_model(load_config("cora-soft", SMALL), graph)
+    model = GraphAttentionNetwork(load_config("cora-soft", SMALL), graph)
     assert [(layer.dropout, layer.value_dropout) for layer in (model.hidden, model.output)] == [(0.6, 0.6)] * 2
     seen = []
     for layer in (model.hidden, model.output):
@@ -77,7 +78,7 @@ def test_dropout_is_in_three_places_of_each_layer(graph):
 
 
 def test_sparse_and_dense_features_give_the_same_network(graph):
-    model, inputs = _double(build_model(load_config("cora-wc", [*SMALL, "dropout=0"]), graph), whole_graph(graph))
+    model, inputs = _double(GraphAttentionNetwork(load_config("cora-wc", [*SMALL, "dropout=0"]), graph), whole_graph(graph))
     results = []
     for x in (inputs.x, graph.features.double()):
         torch.manual_seed(0)
@@ -106,7 +107,7 @@ def test_kl_of_the_papers_configs_is_the_mean_over_the_entries_of_both_layers(na
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", VARIANT_CONFIGS)
 def test_network_on_a_gpu_has_the_logits_and_gradients_of_the_cpu(graph, name):
-    model, inputs = build_model(load_config(name, SMALL), graph).eval(), whole_graph(graph)
+    model, inputs = GraphAttentionNetwork(load_config(name, SMALL), graph).eval(), whole_graph(graph)
     results = []
     for network, read in ((model, inputs), (deepcopy(model).cuda(), inputs.to("cuda"))):
         logits = network(*read)
@@ -149,7 +150,7 @@ def test_both_criteria_decide_what_is_kept_and_either_goes_on(graph):
 
 @pytest.mark.parametrize("name", ["cora-soft", "cora-wc"])
 def test_neighborhoods_give_the_logits_of_the_whole_graph(graph, name):
-    model, whole = _double(build_model(load_config(name, SMALL), graph), whole_graph(graph))
+    model, whole = _double(GraphAttentionNetwork(load_config(name, SMALL), graph), whole_graph(graph))
     model.eval()
     nodes = torch.tensor([41, 3, 96, 7])
     part = neighborhood(graph, nodes)
@@ -217,7 +218,7 @@ def test_dense_features_stay_dense(graph):
 
     inputs = whole_graph(add_feature_noise(graph, 1.0))
     assert inputs.x.layout is torch.strided
-    build_model(load_config("cora-wc", SMALL), graph).train()(*inputs).sum().backward()
+    GraphAttentionNetwork(load_config("cora-wc", SMALL), graph).train()(*inputs).sum().backward()
 
 
 def test_batches_hold_every_node_once_and_share_the_labels(graph):

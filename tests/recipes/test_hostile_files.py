@@ -17,7 +17,7 @@ from bayesattn import files
 from bayesattn.cli import LINE_LIMIT, main
 from bayesattn.evaluation import runs
 from bayesattn_recipes.common.config import build_config, load_yaml, override, parse_yaml, shown
-from bayesattn_recipes.digits.train import DigitsConfig
+from bayesattn_recipes.digits.config import DigitsConfig
 
 TINY = [
     f"--set={name}" for name in ("training.epochs=1", "train_size=20", "training.batch_size=20", "width=4", "num_heads=2")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from translation_models import SIZES, SOURCES, TARGETS, build, losses
+from translation_models import SOURCES, TARGETS, build, losses, translator
 
 from bayesattn import record_kl
 from bayesattn.noise.keyed import keyed_noise
@@ -13,7 +13,6 @@ from bayesattn_recipes.baselines import AttentionChoice, build_step_attention
 from bayesattn_recipes.translation.batches import make_batch
 from bayesattn_recipes.translation.decoder import lstm_cell
 from bayesattn_recipes.translation.graphs import GraphedUnroll
-from bayesattn_recipes.translation.model import Translator
 from helpers import assert_finite, number
 
 
@@ -145,7 +144,7 @@ def test_recorded_graphs_need_a_gpu_and_planned_noise():
     with pytest.raises(ValueError, match="decoder_mode must be 'eager' or 'compile' on cpu, got 'cuda-graph'"):
         GraphedUnroll(decoder)(torch.randn(1, 2, 28), *memory, torch.zeros(1, 1, 3), None, None)
     with pytest.raises(ValueError, match=r"decoder_mode must be 'eager' with hard-gumbel attention, .*, got 'compile'"):
-        Translator(AttentionChoice("hard-gumbel"), 17, **SIZES, decoder_mode="compile")
+        translator(AttentionChoice("hard-gumbel"), decoder_mode="compile")
 
 
 def test_noise_of_examples_is_not_recorded():
@@ -163,7 +162,7 @@ def test_noise_of_examples_is_not_recorded():
 @pytest.mark.parametrize("variant", ["BAM-WC", "hard-reinforce", "gaussian-weights"])
 def test_auto_runs_plain_steps_where_nothing_can_be_recorded(variant):
     plain = build(variant)
-    auto = Translator(AttentionChoice(variant, inference_dim=3), 17, **SIZES, dropout=0.0, decoder_mode="auto")
+    auto = translator(AttentionChoice(variant, inference_dim=3), decoder_mode="auto")
     auto.load_state_dict(plain.state_dict())
     found = []
     for model in (plain.train(), auto.train()):
@@ -178,7 +177,7 @@ def test_auto_runs_plain_steps_where_nothing_can_be_recorded(variant):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_decoder_is_the_plain_one():
     plain = build("BAM-WC")
-    compiled = Translator(AttentionChoice("BAM-WC", inference_dim=3), 17, **SIZES, dropout=0.0, decoder_mode="compile")
+    compiled = translator(AttentionChoice("BAM-WC", inference_dim=3), decoder_mode="compile")
     compiled.load_state_dict(plain.state_dict())
     found = []
     for model in (plain, compiled):
@@ -197,7 +196,7 @@ def test_compiled_decoder_is_the_plain_one():
 @pytest.mark.parametrize("variant", ["hard-gumbel", "mc-dropout"])
 def test_every_replay_draws_anew(variant):
     torch.manual_seed(2)
-    model = Translator(AttentionChoice(variant), 17, **SIZES, dropout=0.0, decoder_mode="auto").cuda()
+    model = translator(AttentionChoice(variant), decoder_mode="auto").cuda()
     with torch.no_grad():
         for parameter in model.parameters():
             # a fresh model hardly looks at the source
@@ -228,7 +227,7 @@ def test_recorded_decoder_is_the_plain_one(variant, low):
         # a recording draws other masks, so there are none
         name, *sampled = variant.split()
         attention = AttentionChoice(name, attention_dropout=0.0, sampled_kl=bool(sampled))
-        model = Translator(attention, 17, **SIZES, dropout=0.0, decoder_mode=mode).cuda()
+        model = translator(attention, decoder_mode=mode).cuda()
         changes, rows = torch.Generator("cuda").manual_seed(7), []
         # the third call replays what the first recorded, after a recording of another shape in the same memory
         for call, count in enumerate((3, 2, 3, 2)):

@@ -21,12 +21,13 @@ from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.loop import TrainingConfig, train
 from bayesattn_recipes.translation import bleu, figures, measure, reproduce
 from bayesattn_recipes.translation.commands import colored
+from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.data import load_splits
 from bayesattn_recipes.translation.draws import available_methods, disagreement
+from bayesattn_recipes.translation.model import Translator
 from bayesattn_recipes.translation.text import Pairs
 from bayesattn_recipes.translation.train import (
     CONFIGS,
-    TranslationConfig,
     TranslationExperiment,
     load_config,
     load_run,
@@ -184,9 +185,7 @@ def test_disagreement_counts_common_tokens():
 )
 def test_methods_follow_from_what_is_random(name, expected):
     config = load_config(f"multi30k-{name}", TINY)
-    from bayesattn_recipes.translation.train import build_model
-
-    assert available_methods(build_model(config, 60)) == expected
+    assert available_methods(Translator(config, 60)) == expected
 
 
 @pytest.mark.parametrize(
@@ -282,9 +281,7 @@ def test_colors_follow_the_doubt(run):
 
 @pytest.mark.parametrize("name", ["wc", "hard", "enum"])
 def test_attention_samples_are_weights_over_the_source(name):
-    from bayesattn_recipes.translation.train import build_model
-
-    model = build_model(load_config(f"multi30k-{name}", TINY), 60).eval()
+    model = Translator(load_config(f"multi30k-{name}", TINY), 60).eval()
     weights, prior = figures.attention_samples(model, [5, 6, 7, 3], [8, 9, 3], 4)
     assert weights.shape == (4, 3, 4)
     assert torch.allclose(weights.sum(dim=-1), torch.ones(4, 3), atol=1e-5)
@@ -317,12 +314,10 @@ def test_cost_is_that_of_the_precision_a_config_trains_in(precision, monkeypatch
 
 
 def test_paper_sizes_have_the_papers_number_of_parameters():
-    from bayesattn_recipes.translation.train import build_model
-
     sizes = {}
     for name in ("soft", "wc", "enum"):
         with torch.device("meta"):
-            model = build_model(load_config(f"iwslt14-{name}"), 10_000)
+            model = Translator(load_config(f"iwslt14-{name}"), 10_000)
         sizes[name] = sum(parameter.numel() for parameter in model.parameters())
     # Table of the appendix, in millions; with about 10,000 types of each language
     assert round(sizes["soft"] / 1e6) in (42, 43)

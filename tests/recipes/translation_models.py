@@ -4,6 +4,7 @@ import torch
 
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
 from bayesattn_recipes.translation.batches import make_batch
+from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.model import Translator
 from bayesattn_recipes.translation.vocabulary import END, PAD
 
@@ -12,10 +13,14 @@ TARGETS = [[5, 6, END], [9, 10, 11, 12, 13, END], [4, END]]
 SIZES = {"embedding_dim": 5, "encoder_dim": 4, "decoder_dim": 7, "attention_dim": 6}
 
 
+def translator(attention, **settings):
+    return Translator(TranslationConfig(attention=attention, **{**SIZES, "dropout": 0.0, **settings}), 17)
+
+
 def build(variant="soft", *, dropout=0.0, num_layers=2, **options):
     torch.manual_seed(2)
     choice = AttentionChoice(variant, inference_dim=3, **options)
-    return Translator(choice, 17, **SIZES, dropout=dropout, num_layers=num_layers)
+    return translator(choice, dropout=dropout, num_layers=num_layers)
 
 
 def losses(model, sources=SOURCES, targets=TARGETS):

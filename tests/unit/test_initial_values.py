@@ -7,6 +7,7 @@ from torch import nn
 import bayesattn as ba
 from bayesattn.priors import ContextualPrior
 from bayesattn_recipes.baselines import AttentionChoice
+from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.model import Translator
 
 
@@ -32,7 +33,7 @@ MODELS = {
     "two": Two,
     "layer": lambda config: ba.nn.TransformerDecoderLayer(12, 3, 16, config=config),
     "converted": encoder,
-    "translation": lambda config: Translator(AttentionChoice(config.variant), 17, **SIZES),
+    "translation": lambda config: Translator(TranslationConfig(attention=AttentionChoice(config.variant), **SIZES), 17),
 }
 
 

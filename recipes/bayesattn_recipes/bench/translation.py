@@ -14,8 +14,8 @@ from bayesattn_recipes.bench.harness import Row, Suite
 from bayesattn_recipes.bench.timing import whole_step
 from bayesattn_recipes.common.experiment import TrainingConfig
 from bayesattn_recipes.translation.batches import make_batch
+from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.model import Translator
-from bayesattn_recipes.translation.train import TranslationConfig, build_model
 from bayesattn_recipes.translation.vocabulary import END, PAD
 
 VARIANTS: tuple[Choice, ...] = (
@@ -76,7 +76,7 @@ def measure_costs(
     batch = random_batch(num_sentences, length, vocabulary_size)
     for name, config in configs.items():
         torch.manual_seed(0)
-        model = build_model(config, vocabulary_size).to(device).train()
+        model = Translator(config, vocabulary_size).to(device).train()
         calls[name] = training_step(model, batch, config.training.precision)
     decoder_mode = next(iter(configs.values())).decoder_mode
     mode = "train step" if decoder_mode == "eager" else f"train step, {decoder_mode}"

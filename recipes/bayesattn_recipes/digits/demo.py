@@ -17,10 +17,11 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import write_json
 from bayesattn.scalars import check_count
 from bayesattn_recipes.common.demo import run_side_by_side
+from bayesattn_recipes.digits.config import DigitsConfig
 from bayesattn_recipes.digits.data import OUT_OF_DISTRIBUTION, SHIFTS
 from bayesattn_recipes.digits.doubt import show_doubt
 from bayesattn_recipes.digits.evaluate import available_methods, predict_run
-from bayesattn_recipes.digits.train import DigitsConfig, load_config, train_run
+from bayesattn_recipes.digits.train import load_config, train_run
 
 CONFIG_NAMES = ("soft", "wc")
 NOISE = (0.5, 1.0)

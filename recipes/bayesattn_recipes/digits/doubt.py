@@ -22,7 +22,8 @@ from bayesattn.evaluation.aggregate import over_runs
 from bayesattn.plots import plot_risk_coverage
 from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.digits.data import load_splits
-from bayesattn_recipes.digits.train import build_model, load_run
+from bayesattn_recipes.digits.model import DigitClassifier
+from bayesattn_recipes.digits.train import load_run
 
 FIGURE = "doubt.png"
 # share of the answers, the least certain, among which errors are counted
@@ -50,7 +51,8 @@ def rank(folder: Path, num_samples: int) -> Ranked:
     """Predict the test images with a trained model and rank its answers."""
     config, trained = load_run(folder)
     # the same parameters; the noise does not affect deterministic passes
-    model = build_model(dataclasses.replace(config, attention=dataclasses.replace(config.attention, variant="BAM-NOKL")))
+    attention = dataclasses.replace(config.attention, variant="BAM-NOKL")
+    model = DigitClassifier(dataclasses.replace(config, attention=attention))
     model.load_state_dict(trained.state_dict())
     model.eval()
     test = load_splits(config.train_size, config.dataset)["test"]

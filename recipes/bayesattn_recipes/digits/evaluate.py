@@ -14,9 +14,10 @@ from bayesattn.kl import record_kl
 from bayesattn.prediction import predict, sampling
 from bayesattn_recipes.common.doubt import most_doubtful, with_noise
 from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
+from bayesattn_recipes.digits.config import DigitsConfig
 from bayesattn_recipes.digits.data import GRID, LOOKS, Split, evaluation_splits
 from bayesattn_recipes.digits.model import DigitClassifier
-from bayesattn_recipes.digits.train import DigitsConfig, load_run
+from bayesattn_recipes.digits.train import load_run
 
 # draws per forward pass: larger is slower, because the activations leave the cache
 CHUNK_SIZE = 2

@@ -4,53 +4,38 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bayesattn.config import AttentionConfig
 from bayesattn.nn import MultiheadAttention, TransformerEncoderLayer
 from bayesattn_recipes.baselines import attention_options
-from bayesattn_recipes.digits.data import GRID
+from bayesattn_recipes.digits.config import DigitsConfig
+from bayesattn_recipes.digits.data import GRID, LOOKS
 
 NUM_PATCHES = GRID**2
 
 
 class DigitClassifier(nn.Module):
-    """Read an image as 16 patches behind a readout token, and classify from that token.
+    """Read an image as 16 patches behind a readout token, and classify from that token."""
 
-    Args:
-        attention: Soft or Bayesian attention, for every layer.
-        width: Features of a token.
-        num_heads: Attention heads.
-        num_layers: Encoder layers.
-        dropout: Dropout rate wherever the stock encoder layer has it, attention weights included.
-        num_classes: Classes.
-        patch: Pixels along a side of a patch.
-        channels: Numbers per pixel.
-    """
-
-    def __init__(
-        self,
-        attention: AttentionConfig,
-        *,
-        width: int = 32,
-        num_heads: int = 4,
-        num_layers: int = 2,
-        dropout: float = 0.1,
-        num_classes: int = 10,
-        patch: int = 2,
-        channels: int = 1,
-    ) -> None:
+    def __init__(self, config: DigitsConfig) -> None:
         super().__init__()
-        self.patch = patch
-        self.embed = nn.Linear(channels * patch * patch, width)
+        look, width = LOOKS[config.dataset], config.width
+        self.patch = look.patch
+        self.embed = nn.Linear(look.channels * look.patch**2, width)
         self.readout = nn.Parameter(torch.zeros(width))
         self.position = nn.Parameter(0.1 * torch.randn(1 + NUM_PATCHES, width))
         self.layers = nn.ModuleList(
             TransformerEncoderLayer(
-                width, num_heads, 2 * width, dropout, batch_first=True, norm_first=True, **attention_options(attention)
+                width,
+                config.num_heads,
+                2 * width,
+                config.dropout,
+                batch_first=True,
+                norm_first=True,
+                **attention_options(config.attention),
             )
-            for _ in range(num_layers)
+            for _ in range(config.num_layers)
         )
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, num_classes)
+        self.head = nn.Linear(width, len(look.class_names))
 
     def forward(self, images: Float[Tensor, "b side side *channels"]) -> Float[Tensor, "b c"]:
         """Return class logits."""

@@ -1,89 +1,30 @@
 """Train a digit classifier with soft or Bayesian attention."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import Field
 from torch import Tensor, nn
 
 from bayesattn.evaluation.threads import one_thread
-from bayesattn_recipes.baselines import AttentionChoice, with_score_function
+from bayesattn_recipes.baselines import with_score_function
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import (
-    Count,
-    MetricLog,
-    NotNegative,
-    Positive,
-    Seed,
-    Share,
-    config_class,
-    read_config,
-)
-from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
-from bayesattn_recipes.digits.data import LOOKS, DatasetName, load_splits
+from bayesattn_recipes.common.config import MetricLog, read_config
+from bayesattn_recipes.common.loop import Experiment, num_steps
+from bayesattn_recipes.digits.config import DigitsConfig
+from bayesattn_recipes.digits.data import load_splits
 from bayesattn_recipes.digits.model import DigitClassifier
 
 RECIPE = "digits"
 CONFIGS = Path(__file__).parent / "configs"
 
 
-@config_class
-class DigitsConfig:
-    """Everything that decides a run; with the same values it repeats exactly on the same machine.
-
-    Args:
-        dataset: `digits`, or generated `shapes`.
-        attention: Soft or Bayesian attention, or a rival of it (docs/recipes/rivals.md).
-        training: Epochs, batch size, KL schedule.
-        seed: Initialization, batch order, dropout and attention noise.
-        train_size: Training images, 20 to 400.
-        width: Features of a token.
-        num_heads: Attention heads.
-        num_layers: Encoder layers.
-        dropout: Dropout of the encoder layers.
-        learning_rate: Peak of a one-cycle schedule.
-        weight_decay: AdamW's.
-    """
-
-    dataset: DatasetName = "digits"
-    attention: AttentionChoice = field(default_factory=lambda: AttentionChoice("soft"))
-    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(epochs=100, batch_size=50))
-    seed: Seed = 0
-    train_size: Annotated[int, Field(ge=20, le=400)] = 200
-    width: Count = 32
-    num_heads: Count = 4
-    num_layers: Count = 1
-    dropout: Share = 0.1
-    learning_rate: Positive = 5e-3
-    weight_decay: NotNegative = 1e-2
-
-    def __post_init__(self) -> None:
-        self.attention.check_layers()
-
-
 def load_config(name: str, settings: Sequence[str] = ()) -> DigitsConfig:
     """Read a config by its name (`wc`) or path, with `name=value` settings on top."""
     return read_config(DigitsConfig, name, CONFIGS, settings)
-
-
-def build_model(config: DigitsConfig) -> DigitClassifier:
-    """Build the classifier a config describes, with fresh parameters."""
-    look = LOOKS[config.dataset]
-    return DigitClassifier(
-        config.attention,
-        width=config.width,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
-        dropout=config.dropout,
-        num_classes=len(look.class_names),
-        patch=look.patch,
-        channels=look.channels,
-    )
 
 
 class DigitsExperiment(Experiment):
@@ -95,7 +36,7 @@ class DigitsExperiment(Experiment):
         splits = load_splits(config.train_size, config.dataset)
         self.train, self.validation = splits["train"], splits["validation"]
         self.num_examples = config.train_size
-        self.model = build_model(config)
+        self.model = DigitClassifier(config)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -147,6 +88,6 @@ train_run = one_thread()(runs.TrainRun(RECIPE, build_experiment))
 def load_run(folder: Path) -> tuple[DigitsConfig, DigitClassifier]:
     """Read a run folder back: its config and the trained model, in eval mode."""
     config = runs.load_run_config(folder, DigitsConfig, RECIPE)
-    model = build_model(config)
+    model = DigitClassifier(config)
     runs.load_parameters(folder, model)
     return config, model

@@ -1,4 +1,4 @@
-"""The config that decides a run of the graph recipe, and the graph and network it names."""
+"""The config that decides a run of the graph recipe, and the graph it names."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from bayesattn_recipes.baselines import AttentionChoice
 from bayesattn_recipes.common.config import Count, NotNegative, Positive, Seed, Share, config_class, read_config
 from bayesattn_recipes.common.experiment import TrainingConfig
 from bayesattn_recipes.graph.data import Graph, leave_out_classes, load_graph, split_of_seed
-from bayesattn_recipes.graph.model import GraphAttentionNetwork
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -76,17 +75,3 @@ def load_config_graph(config: GraphConfig, data: Path | None) -> Graph:
         data = Path(os.environ["BAYESATTN_DATA"])
     split = split_of_seed(config.dataset, config.seed) if config.split is None else config.split
     return leave_out_classes(load_graph(config.dataset, data, split=split), config.left_out_classes)
-
-
-def build_model(config: GraphConfig, graph: Graph) -> GraphAttentionNetwork:
-    """Build the network a config describes, with fresh parameters."""
-    return GraphAttentionNetwork(
-        graph.features.shape[1],
-        graph.num_classes,
-        config.attention,
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        output_heads=config.output_heads,
-        dropout=config.dropout,
-        prior_scope=config.prior_scope,
-    )

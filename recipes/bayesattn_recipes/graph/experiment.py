@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesattn.integrations.pyg import neighbor_batch
 from bayesattn_recipes.baselines import with_score_function
 from bayesattn_recipes.common.experiment import Experiment, TrainingConfig
-from bayesattn_recipes.graph.config import GraphConfig, build_model
+from bayesattn_recipes.graph.config import GraphConfig
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.inputs import Inputs, neighborhood, whole_graph
 from bayesattn_recipes.graph.model import GraphAttentionNetwork
@@ -30,7 +30,7 @@ class GraphExperiment(Experiment):
         self.graph = graph
         self.num_examples = 1
         self.kept_by = config.kept_by
-        self.model = build_model(config, graph)
+        self.model = GraphAttentionNetwork(config, graph)
         options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
         self.optimizer = torch.optim.Adam(self.model.parameters(), **options)
         train = graph.splits["train"]

@@ -9,45 +9,30 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.config import AttentionConfig
-from bayesattn.functional import PriorScope
 from bayesattn.integrations.pyg import BayesianGATConv
 from bayesattn_recipes.baselines import attention_options
+from bayesattn_recipes.graph.config import GraphConfig
+from bayesattn_recipes.graph.data import Graph
 
 
 class GraphAttentionNetwork(nn.Module):
     """Two layers of graph attention.
 
     Args:
-        num_features: Features of a node.
-        num_classes: Classes.
-        attention: Soft or Bayesian attention, for both layers.
-        num_heads: Heads of the first layer.
-        head_dim: Features of each head.
-        output_heads: Heads of the second layer, averaged.
-        dropout: Dropout rate in three places of each layer.
-        prior_scope: Over which nodes a contextual prior sums to one.
+        config: The run.
+        graph: Has the features and classes that the layers are built for.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        num_classes: int,
-        attention: AttentionConfig,
-        *,
-        num_heads: int = 8,
-        head_dim: int = 8,
-        output_heads: int = 1,
-        dropout: float = 0.6,
-        prior_scope: PriorScope = "graph",
-    ) -> None:
+    def __init__(self, config: GraphConfig, graph: Graph) -> None:
         super().__init__()
+        options = {**attention_options(config.attention, on_edges=True), "prior_scope": config.prior_scope}
         # graphs of this recipe have their self-loops (`data.make_graph`)
-        options = {**attention_options(attention, on_edges=True), "dropout": dropout, "value_dropout": dropout}
-        options |= {"prior_scope": prior_scope, "add_self_loops": False}
-        self.dropout = nn.Dropout(dropout)
-        self.hidden = BayesianGATConv(num_features, head_dim, num_heads, **options)
-        self.output = BayesianGATConv(num_heads * head_dim, num_classes, output_heads, concat=False, **options)
+        options |= {"dropout": config.dropout, "value_dropout": config.dropout, "add_self_loops": False}
+        self.dropout = nn.Dropout(config.dropout)
+        self.hidden = BayesianGATConv(graph.features.shape[1], config.head_dim, config.num_heads, **options)
+        self.output = BayesianGATConv(
+            config.num_heads * config.head_dim, graph.num_classes, config.output_heads, concat=False, **options
+        )
 
     def forward(
         self, x: Float[Tensor, "n f"], edge_index: Int[Tensor, "2 e"], output_edge_index: Int[Tensor, "2 e2"]

@@ -8,7 +8,7 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.common import runs
 from bayesattn_recipes.common.config import MetricLog, seed_everything
 from bayesattn_recipes.common.loop import train
-from bayesattn_recipes.graph.config import GraphConfig, build_model, load_config_graph
+from bayesattn_recipes.graph.config import GraphConfig, load_config_graph
 from bayesattn_recipes.graph.config import load_config as load_config
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.experiment import BatchExperiment, GraphExperiment
@@ -44,6 +44,6 @@ def load_run(folder: Path, data: Path | None = None) -> tuple[GraphConfig, Graph
     """Read a run folder back: its config, the trained network in eval mode, and its graph."""
     config = runs.load_run_config(folder, GraphConfig, RECIPE)
     graph = load_config_graph(config, data)
-    model = build_model(config, graph)
+    model = GraphAttentionNetwork(config, graph)
     runs.load_parameters(folder, model)
     return config, model, graph

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from bayesattn.config import AttentionConfig
 from bayesattn.kernels import HAS_TRITON, INTERPRETED
-from bayesattn_recipes.baselines import AttentionChoice, build_step_attention
+from bayesattn_recipes.baselines import build_step_attention
+from bayesattn_recipes.translation.config import TranslationConfig
 
 
 class State(NamedTuple):
@@ -51,38 +52,21 @@ class Unrolled(NamedTuple):
 class Decoder(nn.Module):
     """Layers of LSTM cells; the first reads the previous token and context, the last gives the query of the attention.
 
-    Args:
-        attention: Config of the attention; the latent alignments run on soft attention, their prior.
-        embedding_dim: Features of a target token.
-        memory_dim: Features of a source position.
-        hidden_dim: Features of an LSTM layer.
-        attention_dim: Width of the attention's tanh layer.
-        num_layers: LSTM layers.
-        dropout: Dropout rate between layers.
+    The latent alignments run on soft attention, their prior.
     """
 
-    def __init__(
-        self,
-        attention: AttentionChoice,
-        *,
-        embedding_dim: int,
-        memory_dim: int,
-        hidden_dim: int,
-        attention_dim: int,
-        num_layers: int,
-        dropout: float,
-    ) -> None:
+    def __init__(self, config: TranslationConfig) -> None:
         super().__init__()
+        memory_dim, hidden_dim, num_layers = 2 * config.encoder_dim, config.decoder_dim, config.num_layers
         self.hidden_dim, self.num_layers = hidden_dim, num_layers
-        self.input_gates = nn.Linear(embedding_dim, 4 * hidden_dim)
+        self.input_gates = nn.Linear(config.embedding_dim, 4 * hidden_dim)
         below = [memory_dim, *[hidden_dim] * (num_layers - 1)]
         self.gates = nn.ModuleList(
             nn.Linear(size + hidden_dim, 4 * hidden_dim, bias=layer > 0) for layer, size in enumerate(below)
         )
-        self.dropout = nn.Dropout(dropout)
-        config = AttentionConfig("soft") if attention.is_variational else attention
-        self.config = config
-        self.attention = build_step_attention(config, hidden_dim, memory_dim, attention_dim, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+        self.config = AttentionConfig("soft") if config.attention.is_variational else config.attention
+        self.attention = build_step_attention(self.config, hidden_dim, memory_dim, config.attention_dim, bias=False)
 
     def remember(self, values: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"]) -> Memory:
         """Return the memory of encoded sources."""

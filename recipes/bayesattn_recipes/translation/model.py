@@ -8,11 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bayesattn_recipes.baselines import AttentionChoice, InferenceNetwork, LatentAlignment, categorical, dirichlet
+from bayesattn_recipes.baselines import InferenceNetwork, LatentAlignment, categorical, dirichlet
 from bayesattn_recipes.baselines.latent import run_packed, to_device
 from bayesattn_recipes.baselines.variational import marginal_log_probs
+from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.decoder import Decoder, Memory, Readout, State, Unrolled, at_least_float32, token_nll
-from bayesattn_recipes.translation.graphs import Mode, unroller
+from bayesattn_recipes.translation.graphs import unroller
 from bayesattn_recipes.translation.vocabulary import PAD
 
 # logits held at once if every source position is scored by itself: 2²⁷ floats are 0.5 GiB
@@ -23,47 +24,22 @@ class Translator(nn.Module):
     """Encode the source, decode the target; `forward` returns the loss of every target token.
 
     Args:
-        attention: Config of the attention.
+        config: The run.
         vocabulary_size: Tokens, shared by both languages; the embeddings are not shared.
-        embedding_dim: Features of a token.
-        encoder_dim: Features of each direction of the encoder.
-        decoder_dim: Features of a decoder layer.
-        attention_dim: Width of the attention's tanh layer.
-        num_layers: Layers of encoder and of decoder.
-        dropout: On embeddings, between layers and before the output.
-        decoder_mode: How the decoder's loop runs in training (`graphs.py`).
     """
 
-    def __init__(
-        self,
-        attention: AttentionChoice,
-        vocabulary_size: int,
-        *,
-        embedding_dim: int = 512,
-        encoder_dim: int = 512,
-        decoder_dim: int = 768,
-        attention_dim: int = 512,
-        num_layers: int = 2,
-        dropout: float = 0.3,
-        decoder_mode: Mode = "eager",
-    ) -> None:
+    def __init__(self, config: TranslationConfig, vocabulary_size: int) -> None:
         super().__init__()
-        memory_dim = 2 * encoder_dim
+        attention, embedding_dim, num_layers = config.attention, config.embedding_dim, config.num_layers
         self.source_embedding = nn.Embedding(vocabulary_size, embedding_dim, padding_idx=PAD)
         self.target_embedding = nn.Embedding(vocabulary_size, embedding_dim, padding_idx=PAD)
-        self.dropout = nn.Dropout(dropout)
-        between = dropout if num_layers > 1 else 0.0
-        self.encoder = nn.LSTM(embedding_dim, encoder_dim, num_layers, bidirectional=True, batch_first=True, dropout=between)
-        self.decoder = Decoder(
-            attention,
-            embedding_dim=embedding_dim,
-            memory_dim=memory_dim,
-            hidden_dim=decoder_dim,
-            attention_dim=attention_dim,
-            num_layers=num_layers,
-            dropout=dropout,
+        self.dropout = nn.Dropout(config.dropout)
+        between = config.dropout if num_layers > 1 else 0.0
+        self.encoder = nn.LSTM(
+            embedding_dim, config.encoder_dim, num_layers, bidirectional=True, batch_first=True, dropout=between
         )
-        self.readout = Readout(decoder_dim, memory_dim, vocabulary_size, dropout)
+        self.decoder = Decoder(config)
+        self.readout = Readout(config.decoder_dim, 2 * config.encoder_dim, vocabulary_size, config.dropout)
         self.latent: LatentAlignment | None = None
         if attention.is_variational:
             network = None
@@ -72,7 +48,7 @@ class Translator(nn.Module):
                     embedding_dim, embedding_dim, attention.inference_dim, num_layers=num_layers, dropout=between
                 )
             self.latent = LatentAlignment(attention, network)
-        self._unroll = unroller(self.decoder, decoder_mode)
+        self._unroll = unroller(self.decoder, config.decoder_mode)
         for name, parameter in self.named_parameters():
             # Deng et al. (2018); the priors of Bayesian attention and the Gaussian's deviation have their own starts
             if "bayes_prior" not in name and "context_noise" not in name and "log_sigma" not in name:

@@ -16,6 +16,7 @@ from bayesattn_recipes.common.guards import Diverged
 from bayesattn_recipes.common.reproduce import collect
 from bayesattn_recipes.common.tables import choose, print_tables, write_csv
 from bayesattn_recipes.translation import bleu
+from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.data import OUT_OF_DOMAIN, load_out_of_domain, load_splits, split_hash
 from bayesattn_recipes.translation.figures import rejection_figure
 from bayesattn_recipes.translation.measure import measure_calibration, measure_quality, measure_uncertainty, tf32_products
@@ -27,7 +28,7 @@ from bayesattn_recipes.translation.tables import (
     uncertainty_csv_rows,
 )
 from bayesattn_recipes.translation.text import Pairs
-from bayesattn_recipes.translation.train import CONFIGS, TranslationConfig, load_config, load_run, train_on
+from bayesattn_recipes.translation.train import CONFIGS, load_config, load_run, train_on
 
 DATASETS = ("multi30k", "tatoeba")
 VARIANTS = (
