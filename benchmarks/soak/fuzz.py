@@ -28,7 +28,7 @@ from bayesattn_recipes.common import folders, state
 from bayesattn_recipes.common import runs as _runs
 from bayesattn_recipes.common.config import build_config, override, read_config
 from bayesattn_recipes.digits.config import DigitsConfig
-from bayesattn_recipes.digits.train import CONFIGS
+from bayesattn_recipes.digits.train import CONFIGS, TRAINING
 
 SECONDS = 10
 LONGEST_MESSAGE = 5000
@@ -108,7 +108,7 @@ class Targets:
             "config values": lambda: build_config(DigitsConfig, {"x": 0, **_as_mapping(random_values(draw))}),
             "known config values": self.known_values,
             "setting": lambda: override({"attention": {"k": 1}}, [_text(draw)]),
-            "run.json": lambda: self.file("run.json", lambda: _runs.load_run_config(run, DigitsConfig, "digits")),
+            "run.json": lambda: self.file("run.json", lambda: TRAINING.load_run_config(run)),
             "log.jsonl": lambda: self.file("log.jsonl", lambda: _runs.read_log(run)),
             "state": lambda: self.file("state.safetensors", lambda: state.read_state(run / "state.safetensors")),
             "predictions' metadata": self.predictions_metadata,

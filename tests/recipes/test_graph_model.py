@@ -10,14 +10,14 @@ from torch_geometric.nn import GATConv
 from bayesattn import record_kl
 from bayesattn.integrations.pyg import neighbor_batch
 from bayesattn_recipes.common.loop import train
-from bayesattn_recipes.graph.config import CONFIGS, load_config
+from bayesattn_recipes.graph.config import CONFIGS
 from bayesattn_recipes.graph.data import load_graph
 from bayesattn_recipes.graph.experiment import BatchExperiment, GraphExperiment, epochs_since_progress
 from bayesattn_recipes.graph.generated import generate_graph
 from bayesattn_recipes.graph.inputs import neighborhood, whole_graph
 from bayesattn_recipes.graph.model import GraphAttentionNetwork
 from bayesattn_recipes.graph.reproduce import DATASETS, VARIANTS
-from bayesattn_recipes.graph.train import fit
+from bayesattn_recipes.graph.train import fit, load_config
 from data import shared_data
 from helpers import number
 

@@ -64,9 +64,7 @@ def load(recipe, variant, *more):
 
 def experiment(recipe, config):
     seed_everything(1)
-    if recipe == "language":
-        return language.LanguageExperiment(config, sentiment_data())
-    return MODULES[recipe].build_experiment(config, None)
+    return MODULES[recipe].TRAINING.build(config, sentiment_data() if recipe == "language" else None)
 
 
 @pytest.mark.filterwarnings("ignore:after epoch")

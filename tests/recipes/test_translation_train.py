@@ -31,7 +31,7 @@ from bayesattn_recipes.translation.train import (
     TranslationExperiment,
     load_config,
     load_run,
-    train_on,
+    train_run,
 )
 from bayesattn_recipes.translation.translate import translate
 from data import shared_data
@@ -61,7 +61,7 @@ def fit(config, splits):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train_on(load_config("multi30k-wc", [*TINY, "training.epochs=2"]), generated_splits(), folder)
+    train_run(load_config("multi30k-wc", [*TINY, "training.epochs=2"]), folder, data=generated_splits())
     return folder
 
 
@@ -421,7 +421,7 @@ def test_tables_are_reproduced_and_not_repeated(simple_scores, monkeypatch, tmp_
     assert cell["calibration"]["mean"]["perplexity"] == pytest.approx(cell["tests"]["test"]["perplexity"])
     assert cell["calibration"]["attention"] != cell["calibration"]["mean"]
     assert (tmp_path / "multi30k-rejection.png").exists()
-    monkeypatch.setattr(reproduce, "train_on", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(reproduce, "train_run", lambda *args, **options: 1 / 0)
     reproduce.reproduce(request)
     with pytest.raises(ValueError, match="other settings"):
         reproduce.reproduce(dataclasses.replace(request, settings=[*TINY, "training.epochs=2"]))
@@ -453,10 +453,10 @@ def test_runs_that_diverge_and_runs_that_are_missing_leave_a_table(simple_scores
     def diverge(*args, **options):
         raise Diverged("not finite at step 3 (epoch 0); the loss is nan")
 
-    monkeypatch.setattr(reproduce, "train_on", diverge)
+    monkeypatch.setattr(reproduce, "train_run", diverge)
     text = run(["soft", "gaussian-weights"], num_seeds=1).read_text()
     assert "gaussian-weights, seed 0, diverged: not finite at step 3 (epoch 0)." in text
-    monkeypatch.setattr(reproduce, "train_on", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(reproduce, "train_run", lambda *args, **options: 1 / 0)
     text = run(["wc", "gaussian-weights"], num_seeds=2, minutes=0.0).read_text()
     assert "| soft | 1 |" in text
     assert "| wc |" not in text

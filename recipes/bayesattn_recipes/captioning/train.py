@@ -1,7 +1,6 @@
 """Train Att2in by maximum likelihood, with soft, hard, Gaussian or Bayesian attention."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import RunError, read_tensors
 from bayesattn_recipes.baselines import AttentionChoice, build_step_attention, with_score_function
 from bayesattn_recipes.baselines.config import IN_LAYERS
@@ -20,7 +18,6 @@ from bayesattn_recipes.captioning.decoding import beam_search
 from bayesattn_recipes.captioning.model import Att2in
 from bayesattn_recipes.captioning.scoring import CorpusBleu
 from bayesattn_recipes.captioning.vocabulary import Vocabulary
-from bayesattn_recipes.common import runs
 from bayesattn_recipes.common.config import (
     Count,
     MetricLog,
@@ -28,12 +25,11 @@ from bayesattn_recipes.common.config import (
     Seed,
     Share,
     config_class,
-    read_config,
 )
 from bayesattn_recipes.common.folders import CHECKPOINT_FILE
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
+from bayesattn_recipes.common.runs import Training, load_parameters
 
-RECIPE = "captioning"
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -84,11 +80,6 @@ class CaptioningConfig:
         if choice.is_variational and choice.variant != "variational-exact":
             choices = ", ".join(map(repr, (*IN_LAYERS, "variational-exact")))
             raise ValueError(f"captions have no inference network for variant {choice.variant!r}. Choose one of {choices}")
-
-
-def load_config(name: str, settings: Sequence[str] = ()) -> CaptioningConfig:
-    """Read a config by its name (`shapes-wc`) or path, with `name=value` settings on top."""
-    return read_config(CaptioningConfig, name, CONFIGS, settings)
 
 
 def build_model(config: CaptioningConfig, vocabulary: Vocabulary, feature_dim: int) -> Att2in:
@@ -199,14 +190,11 @@ def build_experiment(config: CaptioningConfig, data: Path | CaptionData | None =
     return CaptioningExperiment(config, data if isinstance(data, CaptionData) else load_data(config.dataset, data))
 
 
-def fit(
-    config: CaptioningConfig,
-    data: Path | CaptionData | None = None,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> tuple[Att2in, MetricLog]:
-    """Train a model and return it with its log, without a run folder."""
-    with _threads(config):
-        return runs.fit(config, lambda: build_experiment(config, data), on_progress)
+# the generated world's tensors are small
+TRAINING = Training(
+    "captioning", CaptioningConfig, CONFIGS, build_experiment, is_small=lambda config: config.dataset == "shapes"
+)
+load_config, fit, train_run = TRAINING.load_config, TRAINING.fit, TRAINING.train_run
 
 
 def kept_row(config: CaptioningConfig, log: MetricLog) -> dict[str, Any]:
@@ -214,22 +202,9 @@ def kept_row(config: CaptioningConfig, log: MetricLog) -> dict[str, Any]:
     return log.rows[-1] if config.training.keep == "last" else [row for row in log.rows if row["is_best"]][-1]
 
 
-def train_run(
-    config: CaptioningConfig,
-    out: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    *,
-    data: Path | CaptionData | None = None,
-    **options: bool,
-) -> MetricLog:
-    """Train and write a run folder; `data` as for `build_experiment`, options as for `runs.train_run`."""
-    with _threads(config):
-        return runs.train_run(RECIPE, config, lambda: build_experiment(config, data), out, on_progress, **options)
-
-
 def load_run(folder: Path) -> tuple[CaptioningConfig, Att2in]:
     """Read a run folder back: its config and the trained model with its vocabulary, in eval mode; needs no data."""
-    config = runs.load_run_config(folder, CaptioningConfig, RECIPE)
+    config = TRAINING.load_run_config(folder)
     tensors, _ = read_tensors(folder / CHECKPOINT_FILE)
     try:
         vocabulary = Vocabulary.from_tensor(tensors["vocabulary_bytes"])
@@ -237,10 +212,5 @@ def load_run(folder: Path) -> tuple[CaptioningConfig, Att2in]:
     except (KeyError, ValueError) as error:
         raise RunError(f"{folder / CHECKPOINT_FILE} does not belong to a captioning model: {error}") from None
     model = build_model(config, vocabulary, feature_dim)
-    runs.load_parameters(folder, model)
+    load_parameters(folder, model)
     return config, model
-
-
-def _threads(config: CaptioningConfig) -> Any:
-    # the generated world's tensors are small
-    return one_thread() if config.dataset == "shapes" else nullcontext()

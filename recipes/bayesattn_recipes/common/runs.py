@@ -3,9 +3,9 @@
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -14,10 +14,11 @@ from torch import nn
 from bayesattn.cli.progress import is_first_process
 from bayesattn.config import AttentionConfig
 from bayesattn.evaluation.runs import RUN_FILE, read_run, write_run
+from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import JSON_LIMIT, RunError, read_tensors, read_text, write_tensors
 from bayesattn.scalars import check_count
 from bayesattn_recipes.common.checkpoints import Checkpoints, check_identity, leaves
-from bayesattn_recipes.common.config import MetricLog, build_config, seed_everything
+from bayesattn_recipes.common.config import MetricLog, build_config, read_config, seed_everything
 from bayesattn_recipes.common.folders import (
     CHECKPOINT_FILE,
     LOG_FILE,
@@ -51,7 +52,7 @@ class RunConfig(Protocol):
         ...
 
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=RunConfig)
 # parts of torch's errors about too little CPU memory
 _TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")
 
@@ -118,18 +119,6 @@ def train_run(
         return log
 
 
-def fit(
-    config: RunConfig,
-    build: Callable[[], Experiment],
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> tuple[Any, MetricLog]:
-    """Train a model and return it with its log, without a run folder; arguments as for `train_run`."""
-    seed_everything(config.seed)
-    experiment = build()
-    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
-    return experiment.model, log
-
-
 def _build(build: Callable[[], Experiment], identity: dict[str, Any]) -> Experiment:
     """Make the experiment; raise a specific error if its config needs more memory than there is."""
     try:
@@ -172,39 +161,59 @@ def write_record(out: Path, recipe: str, config: RunConfig, model: nn.Module, lo
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainRun:
-    """The `train_run` of a recipe, called by the command line and by tables over seeds.
+class Training(Generic[Config]):
+    """How a recipe trains; its module `train` exports `load_config`, `train_run` and perhaps `fit`.
 
     Attributes:
         recipe: Its name.
-        build: Makes the experiment from a config and the folder of the data sets.
+        config: Class of its configs.
+        configs: The folder of their YAML files.
+        build: Makes the experiment from a config and its data: the folder of the data sets, or what was read from it.
+        is_small: Whether a run's tensors are so small that one thread computes fastest.
     """
 
     recipe: str
-    build: Callable[[Any, Path | None], Experiment]
+    config: type[Config]
+    configs: Path
+    build: Callable[[Config, Any], Experiment]
+    is_small: Callable[[Config], bool] = lambda config: False
 
-    def __call__(
+    def load_config(self, name: str, settings: Sequence[str] = ()) -> Config:
+        """Read a config by its name or path, with `name=value` settings on top."""
+        return read_config(self.config, name, self.configs, settings)
+
+    def load_run_config(self, folder: Path) -> Config:
+        """Read the config of a run of this recipe."""
+        run = read_run(folder)
+        if run["recipe"] != self.recipe:
+            raise RunError(f"{folder} must be a run of recipe {self.recipe!r}, got one of {run['recipe']!r}")
+        return build_config(self.config, run["config"], str(folder / RUN_FILE))
+
+    def fit(
+        self, config: Config, data: Any = None, on_progress: Callable[[int, int], Any] = lambda done, total: None
+    ) -> tuple[Any, MetricLog]:
+        """Train a model and return it with its log, without a run folder; arguments as for `train_run`."""
+        with self._threads(config):
+            seed_everything(config.seed)
+            experiment = self.build(config, data)
+            log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
+            return experiment.model, log
+
+    def train_run(
         self,
-        config: Any,
+        config: Config,
         out: Path,
         on_progress: Callable[[int, int], Any] = lambda done, total: None,
         *,
-        data: Path | None = None,
-        overwrite: bool = False,
-        resume: bool = False,
-        tensorboard: bool = False,
+        data: Any = None,
+        **options: bool,
     ) -> MetricLog:
-        """Train and write a run folder; `data` is the folder of the data sets, the rest as in `train_run`."""
-        flags = {"overwrite": overwrite, "resume": resume, "tensorboard": tensorboard}
-        return train_run(self.recipe, config, lambda: self.build(config, data), out, on_progress, **flags)
+        """Train and write a run folder; `data` as for `build`, options as for the function `train_run`."""
+        with self._threads(config):
+            return train_run(self.recipe, config, lambda: self.build(config, data), out, on_progress, **options)
 
-
-def load_run_config(folder: Path, cls: type[Config], recipe: str) -> Config:
-    """Read the config of a run of `recipe`."""
-    run = read_run(folder)
-    if run["recipe"] != recipe:
-        raise RunError(f"{folder} must be a run of recipe {recipe!r}, got one of {run['recipe']!r}")
-    return build_config(cls, run["config"], str(folder / RUN_FILE))
+    def _threads(self, config: Config) -> AbstractContextManager[None]:
+        return one_thread() if self.is_small(config) else nullcontext()
 
 
 def load_parameters(folder: Path, model: nn.Module) -> None:

@@ -1,30 +1,20 @@
 """Train a digit classifier with soft or Bayesian attention."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines import with_score_function
-from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, read_config
 from bayesattn_recipes.common.loop import Experiment, num_steps
+from bayesattn_recipes.common.runs import Training, load_parameters
 from bayesattn_recipes.digits.config import DigitsConfig
 from bayesattn_recipes.digits.data import load_splits
 from bayesattn_recipes.digits.model import DigitClassifier
 
-RECIPE = "digits"
 CONFIGS = Path(__file__).parent / "configs"
-
-
-def load_config(name: str, settings: Sequence[str] = ()) -> DigitsConfig:
-    """Read a config by its name (`wc`) or path, with `name=value` settings on top."""
-    return read_config(DigitsConfig, name, CONFIGS, settings)
 
 
 class DigitsExperiment(Experiment):
@@ -69,25 +59,14 @@ class DigitsExperiment(Experiment):
         return {"validation_nll": float(F.cross_entropy(logits, labels)), "validation_accuracy": float(accuracy)}
 
 
-@one_thread()
-def fit(
-    config: DigitsConfig, on_progress: Callable[[int, int], Any] = lambda done, total: None
-) -> tuple[DigitClassifier, MetricLog]:
-    """Train a model and return it with its log, without a run folder."""
-    return runs.fit(config, lambda: DigitsExperiment(config), on_progress)
-
-
-def build_experiment(config: DigitsConfig, data: Path | None = None) -> DigitsExperiment:
-    """Return the experiment of a config; the images come with scikit-learn, not from the folder of the data sets."""
-    return DigitsExperiment(config)
-
-
-train_run = one_thread()(runs.TrainRun(RECIPE, build_experiment))
+# the images come with scikit-learn, not from the folder of the data sets
+TRAINING = Training("digits", DigitsConfig, CONFIGS, lambda config, data: DigitsExperiment(config), lambda config: True)
+load_config, fit, train_run = TRAINING.load_config, TRAINING.fit, TRAINING.train_run
 
 
 def load_run(folder: Path) -> tuple[DigitsConfig, DigitClassifier]:
     """Read a run folder back: its config and the trained model, in eval mode."""
-    config = runs.load_run_config(folder, DigitsConfig, RECIPE)
+    config = TRAINING.load_run_config(folder)
     model = DigitClassifier(config)
-    runs.load_parameters(folder, model)
+    load_parameters(folder, model)
     return config, model

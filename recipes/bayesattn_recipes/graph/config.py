@@ -1,7 +1,6 @@
 """The config that decides a run of the graph recipe, and the graph it names."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bayesattn_recipes.baselines import AttentionChoice
-from bayesattn_recipes.common.config import Count, NotNegative, Positive, Seed, Share, config_class, read_config
+from bayesattn_recipes.common.config import Count, NotNegative, Positive, Seed, Share, config_class
 from bayesattn_recipes.common.experiment import TrainingConfig
 from bayesattn_recipes.graph.data import Graph, leave_out_classes, load_graph, split_of_seed
 
@@ -62,11 +61,6 @@ class GraphConfig:
 
     def __post_init__(self) -> None:
         self.attention.check_layers(on_edges=True)
-
-
-def load_config(name: str, settings: Sequence[str] = ()) -> GraphConfig:
-    """Read a config by its name (`cora-wc`) or path, with `name=value` settings on top."""
-    return read_config(GraphConfig, name, CONFIGS, settings)
 
 
 def load_config_graph(config: GraphConfig, data: Path | None) -> Graph:

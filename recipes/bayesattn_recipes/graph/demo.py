@@ -14,9 +14,9 @@ from bayesattn.evaluation.runs import write_predictions
 from bayesattn.files import write_json
 from bayesattn.scalars import check_count
 from bayesattn_recipes.common.demo import run_side_by_side
-from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
+from bayesattn_recipes.graph.config import GraphConfig, load_config_graph
 from bayesattn_recipes.graph.evaluate import available_methods, predict_run
-from bayesattn_recipes.graph.train import train_run
+from bayesattn_recipes.graph.train import load_config, train_run
 
 CONFIG_NAMES = ("generated-soft", "generated-wc")
 COLUMNS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "pavpu_05": "PAvPU ↑", "aurc": "AURC ↓"}

@@ -23,12 +23,12 @@ from bayesattn_recipes.common.tables import (
     print_tables,
     write_csv,
 )
-from bayesattn_recipes.graph.config import GraphConfig, load_config, load_config_graph
+from bayesattn_recipes.graph.config import GraphConfig, load_config_graph
 from bayesattn_recipes.graph.data import Graph
 from bayesattn_recipes.graph.evaluate import available_methods, draw, measure_draws
 from bayesattn_recipes.graph.inputs import neighborhood
 from bayesattn_recipes.graph.splits import reproduce_splits
-from bayesattn_recipes.graph.train import fit
+from bayesattn_recipes.graph.train import fit, load_config
 
 DATASETS = ("cora", "citeseer", "pubmed")
 VARIANTS = ("soft", "nokl", "lf", "lc", "wf", "wc")

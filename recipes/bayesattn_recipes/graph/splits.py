@@ -15,11 +15,10 @@ from bayesattn.cli.registry import Request
 from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import crossed
 from bayesattn_recipes.common.search import Key, Kind, Study, config_loader, cross_fitted_nll
-from bayesattn_recipes.graph.config import load_config
 from bayesattn_recipes.graph.data import Graph, load_graph, random_split
 from bayesattn_recipes.graph.evaluate import draw, measure_draws
 from bayesattn_recipes.graph.inputs import neighborhood
-from bayesattn_recipes.graph.train import fit
+from bayesattn_recipes.graph.train import fit, load_config
 
 _DECAY = ("weight_decay", (5e-4, 2e-3))
 _SOFT_GRID = crossed(("dropout", (0.2, 0.4, 0.6, 0.8)), _DECAY)

@@ -1,6 +1,6 @@
 """Fine-tune an encoder with soft or Bayesian attention, write the run, and read it back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,15 +14,13 @@ from bayesattn.evaluation.runs import read_run
 from bayesattn.files import RunError
 from bayesattn_recipes.baselines import AttentionChoice
 from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import Count, MetricLog, Seed, Share, config_class, read_config, seed_everything
-from bayesattn_recipes.common.loop import train
+from bayesattn_recipes.common.config import Count, MetricLog, Seed, Share, config_class
 from bayesattn_recipes.language.features import Collator
 from bayesattn_recipes.language.fit import FineTuning, LanguageTraining, quiet
 from bayesattn_recipes.language.model import build_model, encoder_config, load_pretrained, load_tokenizer, set_up
 from bayesattn_recipes.language.prepare import Prepared, prepare
 from bayesattn_recipes.language.tasks import Task, find_task
 
-RECIPE = "language"
 CONFIGS = Path(__file__).parent / "configs"
 TOKENIZER_FOLDER = "tokenizer"
 # the answers behind the predictions of a span task; written by `evaluate`
@@ -114,11 +112,6 @@ class LoadedRun:
     data: Path | None
 
 
-def load_config(name: str, settings: Sequence[str] = ()) -> LanguageConfig:
-    """Read a config by its name (`mrpc`, `albert-mrpc`) or path, with `name=value` settings on top."""
-    return read_config(LanguageConfig, name, CONFIGS, settings)
-
-
 def prepare_run(config: LanguageConfig, data: Path | None) -> Prepared:
     """Read and tokenize the data of a config."""
     return prepare(config.task, config.encoder, config.max_length, config.train_size, config.source, data)
@@ -142,12 +135,12 @@ class LanguageExperiment(FineTuning):
 
     Args:
         config: The run.
-        data: The data folder.
-        prepared: From `prepare_run`, where that was done before; None does it now.
+        data: The data folder, or what `prepare_run` read from it before.
     """
 
-    def __init__(self, config: LanguageConfig, data: Path | None, prepared: Prepared | None = None) -> None:
-        self.data, self.prepared = data, prepare_run(config, data) if prepared is None else prepared
+    def __init__(self, config: LanguageConfig, data: Path | Prepared | None) -> None:
+        self.data = data if isinstance(data, Path) else None
+        self.prepared = data if isinstance(data, Prepared) else prepare_run(config, data)
         collator = make_collator(config, self.prepared.tokenizer)
         model = make_model(config, self.prepared)
         super().__init__(model, self.prepared.task, self.prepared.splits, collator, config.training)
@@ -178,6 +171,10 @@ def describe(model: PreTrainedModel, prepared: Prepared, data: Path | None) -> d
     }
 
 
+TRAINING = runs.Training("language", LanguageConfig, CONFIGS, LanguageExperiment)
+load_config, train_run = TRAINING.load_config, TRAINING.train_run
+
+
 def train_model(
     config: LanguageConfig,
     data: Path | None,
@@ -192,24 +189,20 @@ def train_model(
         on_progress: Called with the optimizer steps done and to do.
         prepared: From `prepare_run`, where that was done before; None does it now.
     """
-    seed_everything(config.seed)
-    experiment = LanguageExperiment(config, data, prepared)
-    log = train(experiment, config.training, seed=config.seed, on_progress=on_progress)
-    return Fitted(experiment.model, experiment.prepared, log)
-
-
-train_run = runs.TrainRun(RECIPE, LanguageExperiment)
+    prepared = prepare_run(config, data) if prepared is None else prepared
+    model, log = TRAINING.fit(config, prepared, on_progress)
+    return Fitted(model, prepared, log)
 
 
 def write_record(out: Path, config: LanguageConfig, fitted: Fitted, data: Path | None) -> None:
     """Write `run.json` of a trained model."""
     facts = describe(fitted.model, fitted.prepared, data)
-    runs.write_record(out, RECIPE, config, fitted.model, fitted.log, **facts)
+    runs.write_record(out, TRAINING.recipe, config, fitted.model, fitted.log, **facts)
 
 
 def load_run(folder: Path) -> LoadedRun:
     """Read a run folder back; only the folder is needed."""
-    config = runs.load_run_config(folder, LanguageConfig, RECIPE)
+    config = TRAINING.load_run_config(folder)
     run = read_run(folder)
     task = find_task(config.task)
     if not (folder / TOKENIZER_FOLDER / "tokenizer.json").is_file():

@@ -28,7 +28,7 @@ from bayesattn_recipes.translation.tables import (
     uncertainty_csv_rows,
 )
 from bayesattn_recipes.translation.text import Pairs
-from bayesattn_recipes.translation.train import CONFIGS, load_config, load_run, train_on
+from bayesattn_recipes.translation.train import CONFIGS, load_config, load_run, train_run
 
 DATASETS = ("multi30k", "tatoeba")
 VARIANTS = (
@@ -102,7 +102,7 @@ class TranslationRuns:
         config = self.config(variant, seed)
         try:
             # an interrupted run is continued, a finished one measured, one with other settings refused
-            log = train_on(config, self.splits, folder, on_progress, resume=True)
+            log = train_run(config, folder, on_progress, data=self.splits, resume=True)
         except Diverged as error:
             return {"diverged": str(error).partition(";")[0]}
         measures = measure_run(folder, config, self.splits, self.foreign, closely=variant in CLOSELY)

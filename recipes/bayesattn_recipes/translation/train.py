@@ -1,7 +1,6 @@
 """Train a translator; a run is decided by its config and the data folder."""
 
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from bayesattn_recipes.baselines import with_score_function
-from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import MetricLog, read_config
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
+from bayesattn_recipes.common.runs import Training, load_parameters
 from bayesattn_recipes.translation.batches import Corpus, encode_pairs, make_batch, token_batches
 from bayesattn_recipes.translation.config import TranslationConfig
 from bayesattn_recipes.translation.data import load_splits
@@ -20,13 +18,7 @@ from bayesattn_recipes.translation.model import Translator, evaluation_tokens
 from bayesattn_recipes.translation.text import Pairs
 from bayesattn_recipes.translation.vocabulary import PAD, Vocabulary
 
-RECIPE = "translation"
 CONFIGS = Path(__file__).parent / "configs"
-
-
-def load_config(name: str, settings: Sequence[str] = ()) -> TranslationConfig:
-    """Read a config by its name (`multi30k-wc`) or path, with `name=value` settings on top."""
-    return read_config(TranslationConfig, name, CONFIGS, settings)
 
 
 class TranslationExperiment(Experiment):
@@ -108,30 +100,19 @@ def corpus_nll(model: nn.Module, corpus: Corpus, batch_tokens: int) -> float:
     return float(total) / sum(map(len, corpus.targets))
 
 
-def build_experiment(config: TranslationConfig, data: Path | None = None) -> TranslationExperiment:
-    """Return the experiment of a config; its texts are under `data`."""
-    return TranslationExperiment(config, load_splits(config.dataset, data))
+def build_experiment(config: TranslationConfig, data: Path | dict[str, Pairs] | None = None) -> TranslationExperiment:
+    """Return the experiment of a config; `data` is the folder of the data sets, or splits that are loaded already."""
+    return TranslationExperiment(config, data if isinstance(data, dict) else load_splits(config.dataset, data))
 
 
-train_run = runs.TrainRun(RECIPE, build_experiment)
-
-
-def train_on(
-    config: TranslationConfig,
-    splits: dict[str, Pairs],
-    out: Path,
-    on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    *,
-    resume: bool = False,
-) -> MetricLog:
-    """Train on given splits, and write a run folder."""
-    return runs.train_run(RECIPE, config, lambda: TranslationExperiment(config, splits), out, on_progress, resume=resume)
+TRAINING = Training("translation", TranslationConfig, CONFIGS, build_experiment)
+load_config, train_run = TRAINING.load_config, TRAINING.train_run
 
 
 def load_run(folder: Path) -> tuple[TranslationConfig, Vocabulary, Translator]:
     """Read a run folder back: its config, vocabulary and trained model, in eval mode."""
-    config = runs.load_run_config(folder, TranslationConfig, RECIPE)
+    config = TRAINING.load_run_config(folder)
     vocabulary = Vocabulary.load(folder)
     model = Translator(config, len(vocabulary))
-    runs.load_parameters(folder, model)
+    load_parameters(folder, model)
     return config, vocabulary, model

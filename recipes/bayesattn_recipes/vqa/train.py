@@ -1,30 +1,26 @@
 """Train MCAN with soft or Bayesian attention."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from bayesattn.evaluation.threads import one_thread
 from bayesattn.files import RunError, read_tensors
 from bayesattn_recipes.baselines import AttentionChoice, with_score_function
-from bayesattn_recipes.common import runs
-from bayesattn_recipes.common.config import Count, MetricLog, Positive, Seed, config_class, read_config
+from bayesattn_recipes.common.config import Count, Positive, Seed, config_class
 from bayesattn_recipes.common.folders import CHECKPOINT_FILE
 from bayesattn_recipes.common.loop import Experiment, TrainingConfig, num_steps
 from bayesattn_recipes.common.replay import is_recordable
+from bayesattn_recipes.common.runs import Training, load_parameters
 from bayesattn_recipes.vqa.accuracy import soft_targets
 from bayesattn_recipes.vqa.data import DataConfig, Split, build_vocabulary, load_splits
 from bayesattn_recipes.vqa.model import MCAN, MCANSize
 from bayesattn_recipes.vqa.vectors import load_vectors
 from bayesattn_recipes.vqa.vocabulary import Vocabulary
 
-RECIPE = "vqa"
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -61,11 +57,6 @@ class VQAConfig:
 
     def __post_init__(self) -> None:
         self.attention.check_layers()
-
-
-def load_config(name: str, settings: Sequence[str] = ()) -> VQAConfig:
-    """Read a config by its name (`daquar-wc`) or path, with `name=value` settings on top."""
-    return read_config(VQAConfig, name, CONFIGS, settings)
 
 
 def learning_rate_factor(config: VQAConfig, epoch: int) -> float:
@@ -159,30 +150,18 @@ def build_model(config: VQAConfig, vocabulary: Vocabulary, region_dim: int, feat
     return MCAN(config.attention, vocabulary, region_dim=region_dim, size=config.model, feature_scale=feature_scale)
 
 
-def build_experiment(config: VQAConfig, data: Path | None = None) -> VQAExperiment:
-    """Return the experiment of a config."""
-    return VQAExperiment(config, data)
-
-
-@one_thread()
-def fit(
-    config: VQAConfig, data: Path | None = None, on_progress: Callable[[int, int], Any] = lambda done, total: None
-) -> tuple[MCAN, MetricLog]:
-    """Train a model and return it with its log, without a run folder."""
-    return runs.fit(config, lambda: build_experiment(config, data), on_progress)
-
-
-train_run = one_thread()(runs.TrainRun(RECIPE, build_experiment))
+TRAINING = Training("vqa", VQAConfig, CONFIGS, VQAExperiment, lambda config: True)
+load_config, fit, train_run = TRAINING.load_config, TRAINING.fit, TRAINING.train_run
 
 
 def load_run(folder: Path) -> tuple[VQAConfig, MCAN]:
     """Read a run folder back: its config and the trained model with its vocabulary, in eval mode."""
-    config = runs.load_run_config(folder, VQAConfig, RECIPE)
+    config = TRAINING.load_run_config(folder)
     tensors, _ = read_tensors(folder / CHECKPOINT_FILE)
     missing = sorted({"vocabulary_bytes", "region_proj.weight"} - tensors.keys())
     if missing:
-        raise RunError(f"{folder / CHECKPOINT_FILE} must be a checkpoint of recipe {RECIPE!r}, but lacks {missing}")
+        raise RunError(f"{folder / CHECKPOINT_FILE} must be a checkpoint of recipe 'vqa', but lacks {missing}")
     vocabulary = Vocabulary.from_tensor(tensors["vocabulary_bytes"])
     model = build_model(config, vocabulary, tensors["region_proj.weight"].shape[1])
-    runs.load_parameters(folder, model)
+    load_parameters(folder, model)
     return config, model
