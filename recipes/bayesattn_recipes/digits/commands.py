@@ -33,7 +33,9 @@ def demo(
     start = time.perf_counter()
     from bayesattn_recipes.common import parallel
 
-    parallel.warm_up(["bayesattn_recipes.digits.demo", "bayesattn_recipes.graph.demo"])
+    parallel.warm_up(
+        [f"bayesattn_recipes.{recipe}.{part}" for recipe in ("digits", "graph") for part in ("demo", "evaluate")]
+    )
     parts = [(registry.find(recipe), folder) for recipe, folder in (("digits", out), ("graph", out / "graph"))]
     folders = [
         run

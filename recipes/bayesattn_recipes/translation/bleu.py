@@ -1,7 +1,7 @@
 """Corpus and sentence scores by sacrebleu, with the signature of how they were computed."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
@@ -83,7 +83,7 @@ def bootstrap_p_value(
     if list(baseline) == list(ours):
         # sacrebleu counts differences above the observed one and would find none above 0, which gives the smallest p
         return 1.0
-    systems = [("baseline", list(baseline)), ("ours", list(ours))]
+    systems: list[tuple[str, Sequence[str]]] = [("baseline", list(baseline)), ("ours", list(ours))]
     test = PairedTest(systems, {"BLEU": BLEU()}, [list(references)], test_type="bs", n_samples=num_resamples)
-    _, results = test()
+    results: Any = test()[1]
     return float(results["BLEU"][1].p_value)
