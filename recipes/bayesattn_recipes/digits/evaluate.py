@@ -10,8 +10,8 @@ from torch import Tensor
 from bayesattn.doubt import uncertainty
 from bayesattn.evaluation.runs import DoubtfulExamples, Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.kl import record_kl
-from bayesattn.prediction import predict, sampling
+from bayesattn.prediction import predict
+from bayesattn_recipes.common.attention import layer_maps
 from bayesattn_recipes.common.doubt import most_doubtful, with_noise
 from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
 from bayesattn_recipes.digits.config import DigitsConfig
@@ -86,40 +86,10 @@ def draw(
     return predict(model, images, num_samples, seed, CHUNK_SIZE, batch_dims=0, dropout=has_dropout).samples
 
 
-@torch.no_grad()
 def attention_maps(
     model: DigitClassifier, split: Split, num_samples: int, seed: int
 ) -> dict[str, Float[Tensor, "n heads keys"]]:
     """Return what the readout token of the last layer attends to: mean weights and, if drawn, deviation and prior Ψ."""
-    attend = model.last_attention
-    seen: list[Tensor] = []
-
-    def ask(module, args, kwargs):
-        return args, {**kwargs, "need_weights": True, "average_attn_weights": False}
-
-    hooks = [
-        attend.register_forward_pre_hook(ask, with_kwargs=True),
-        attend.register_forward_hook(lambda module, args, result: seen.append(result[1][:, :, 0])),
-    ]
-    try:
-        model(split.images)
-        maps = {"mean": seen.pop()}
-        if attend.config.is_stochastic:
-            with sampling(model), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                for _ in range(max(num_samples, 2)):
-                    model(split.images)
-            maps["std"] = torch.stack(seen).std(dim=0)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if attend.bayes_prior is not None:
-        hook = attend.bayes_prior.register_forward_hook(lambda module, args, log_prior: seen.append(log_prior.exp()))
-        try:
-            # the prior is computed only if a KL is needed
-            with record_kl():
-                model(split.images)
-        finally:
-            hook.remove()
-        maps["prior"] = seen[-1].squeeze(-2).expand_as(maps["mean"])
-    return maps
+    return layer_maps(
+        model, model.last_attention, lambda: model(split.images), lambda weights, _: weights[:, :, 0], num_samples, seed
+    )
