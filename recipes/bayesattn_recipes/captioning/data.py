@@ -23,7 +23,7 @@ from bayesattn_recipes.common.arrays import check_numbers, read_npz
 from bayesattn_recipes.common.sources import explained
 from bayesattn_recipes.vision.features import NpzFolder, Regions, load_grid_features
 from bayesattn_recipes.vision.ids import positions
-from bayesattn_recipes.vision.images import ImageSource
+from bayesattn_recipes.vision.images import ImageSource, Pictures
 from bayesattn_recipes.vision.shapes import make_shapes_world
 
 DatasetName = Literal["shapes", "flickr8k", "coco"]
@@ -63,16 +63,13 @@ class CaptionData:
 
     splits: dict[str, CaptionSplit]
     regions: Regions
-    images: ImageSource | dict[str, UInt8[Tensor, "height width 3"]] | None = None
+    images: Pictures | None = None
 
     def picture(self, name: str) -> UInt8[Tensor, "height width 3"]:
         """Return the picture of this name."""
-        if isinstance(self.images, ImageSource):
-            return self.images.read(name)
-        if self.images is None or name not in self.images:
-            have = "0 pictures" if not self.images else f"{len(self.images)} pictures ({next(iter(self.images))!r} first)"
-            raise ValueError(f"image {name!r} is neither a file nor one of the data set's {have}")
-        return self.images[name]
+        if self.images is None:
+            raise ValueError(f"image {name!r} is neither a file nor one of the data set's 0 pictures")
+        return self.images.read(name)
 
 
 def load_data(name: DatasetName, data: Path | None = None) -> CaptionData:
@@ -98,7 +95,7 @@ def generate_shapes(sizes: Sequence[int] = SHAPES_SIZES, seed: int = SHAPES_SEED
         split: CaptionSplit([world.names[i] for i in part], [list(world.captions[i]) for i in part], part)
         for split, part in zip(SPLITS, rows)
     }
-    return CaptionData(splits, world.regions, dict(zip(world.names, world.images)))
+    return CaptionData(splits, world.regions, Pictures(dict(zip(world.names, world.images))))
 
 
 def load_flickr8k(folder: Path) -> CaptionData:
@@ -110,7 +107,7 @@ def load_flickr8k(folder: Path) -> CaptionData:
     if len(stems) != 1:
         raise ValueError(f"{folder} must hold one set of features (*_meta.npz), got {len(stems)}")
     tars = sorted(folder.glob("images*.tar"))
-    images = ImageSource(tars[0]) if tars else ImageSource(folder / "images") if (folder / "images").is_dir() else None
+    images = tars[0] if tars else folder / "images"
     return pair(names, captions, load_grid_features(folder / stems[0]), images)
 
 
@@ -127,17 +124,16 @@ def load_coco(folder: Path) -> CaptionData:
             captions.setdefault(name, []).extend(str(sentence["raw"]) for sentence in image["sentences"])
     except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not Karpathy's split of COCO: {type(error).__name__}: {error}") from None
-    images = ImageSource(folder / "images") if (folder / "images").is_dir() else None
-    return pair(names, captions, BottomUpFolder(folder / "cocobu_att"), images)
+    return pair(names, captions, BottomUpFolder(folder / "cocobu_att"), folder / "images")
 
 
 def pair(
     names: dict[str, list[str]],
     captions: dict[str, list[str]],
     regions: Regions,
-    images: ImageSource | None = None,
+    images: Path,
 ) -> CaptionData:
-    """Match captions and features by the names of their images.
+    """Match captions and features by the names of their images; `images` is where the pictures are, if there are any.
 
     Raises:
         ValueError: An image has no captions or no features, or is in two splits.
@@ -155,7 +151,7 @@ def pair(
             raise ValueError(f"{len(silent)} images of the {split} split have no caption. The first is {silent[0]!r}")
         rows = positions(names[split], regions.names, what=f"captions of the {split} split", where="features")
         splits[split] = CaptionSplit(names[split], [captions[name] for name in names[split]], rows)
-    return CaptionData(splits, regions, images)
+    return CaptionData(splits, regions, Pictures(ImageSource(images)) if images.exists() else None)
 
 
 def read_token_file(path: Path) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ import io
 import tarfile
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,26 @@ class ImageSource:
             except ValueError as error:
                 reasons[name] = str(error)
         return reasons
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images of a data set: tensors by name, or files with a suffix added to the name."""
+
+    found: ImageSource | dict[str, UInt8[Tensor, "height width 3"]]
+    suffix: str = ""
+
+    def __contains__(self, name: str) -> bool:
+        return name + self.suffix in self.found
+
+    def read(self, name: str, max_side: int | None = None) -> UInt8[Tensor, "height width 3"]:
+        """Return one image, files made smaller so that no side exceeds `max_side`."""
+        if isinstance(self.found, ImageSource):
+            return self.found.read(name + self.suffix, max_side)
+        if name not in self.found:
+            have = f"{len(self.found)} pictures ({next(iter(self.found))!r} first)"
+            raise ValueError(f"image {name!r} is neither a file nor one of the data set's {have}")
+        return self.found[name]
 
 
 def _in_folder(path: Path) -> Iterable[tuple[str, Path]]:

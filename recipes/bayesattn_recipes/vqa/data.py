@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from bayesattn_recipes.common.config import Count, Share, config_class
@@ -17,7 +17,7 @@ from bayesattn_recipes.common.sources import explained
 from bayesattn_recipes.vision.annotations import Question
 from bayesattn_recipes.vision.features import Regions
 from bayesattn_recipes.vision.ids import positions
-from bayesattn_recipes.vision.images import ImageSource
+from bayesattn_recipes.vision.images import Pictures
 from bayesattn_recipes.vision.shapes import make_shapes_world
 from bayesattn_recipes.vqa import daquar, vqa2
 from bayesattn_recipes.vqa.vocabulary import Vocabulary
@@ -71,7 +71,7 @@ class Split:
     questions: list[Question]
     regions: Regions
     places: Int[Tensor, " n"]
-    pictures: "Pictures | None" = None
+    pictures: Pictures | None = None
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -84,23 +84,6 @@ class Split:
         """Return some of the questions."""
         chosen = [self.questions[index] for index in indices]
         return Split(chosen, self.regions, self.places[torch.tensor(list(indices), dtype=torch.int64)], self.pictures)
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Images of a data set: tensors by name, or files with a suffix added to the name."""
-
-    found: ImageSource | dict[str, UInt8[Tensor, "height width 3"]]
-    suffix: str = ""
-
-    def __contains__(self, name: str) -> bool:
-        return name + self.suffix in self.found
-
-    def read(self, name: str, max_side: int | None = None) -> UInt8[Tensor, "height width 3"]:
-        """Return one image, files made smaller so that no side exceeds `max_side`."""
-        if isinstance(self.found, ImageSource):
-            return self.found.read(name + self.suffix, max_side)
-        return self.found[name]
 
 
 def load_splits(config: DataConfig, data: Path | None) -> dict[str, Split]:
