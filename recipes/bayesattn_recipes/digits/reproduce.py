@@ -16,7 +16,6 @@ from bayesattn.evaluation.threads import one_thread
 from bayesattn_recipes.baselines.grids import crossed
 from bayesattn_recipes.common.search import Key, Kind, Study, best_setting, config_loader, cross_fitted_nll, measure_scaled
 from bayesattn_recipes.common.tables import choose, write_csv
-from bayesattn_recipes.digits.config import DigitsConfig
 from bayesattn_recipes.digits.data import SHIFTS, DatasetName, evaluation_splits
 from bayesattn_recipes.digits.evaluate import draw
 from bayesattn_recipes.digits.train import fit, load_config
