@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bayesattn_recipes.graph import pickles
-from bayesattn_recipes.graph.config import load_config, load_config_graph
+from bayesattn_recipes.graph.config import load_config_graph
 from bayesattn_recipes.graph.data import (
     Graph,
     leave_out_classes,
@@ -22,6 +22,7 @@ from bayesattn_recipes.graph.evaluate import add_feature_noise
 from bayesattn_recipes.graph.generated import generate_graph
 from bayesattn_recipes.graph.pickles import read_pickle
 from bayesattn_recipes.graph.planetoid import load_planetoid
+from bayesattn_recipes.graph.train import load_config
 from data import shared_data
 from helpers import no_type_checks
 
