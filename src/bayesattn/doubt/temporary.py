@@ -74,6 +74,8 @@ def _bayesian(
 def _stochastic(model: nn.Module) -> dict[BayesianModule, str]:
     found = {part: name for part, name in bayesian_names(model).items() if part.config.is_stochastic}
     if not found:
+        if any(isinstance(part, BayesianModule) and part.is_observed for part in model.modules()):
+            raise ValueError("the model is being observed. Call this outside `with ba.observe(model)`")
         weights = [getattr(part, "bayes_weights", None) for part in model.modules()]
         custom = next((part for part in weights if part is not None), None)
         kind = "the weights 'soft'" if custom is None else f"its own weights {custom.name!r}"
