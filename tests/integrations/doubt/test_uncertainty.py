@@ -312,7 +312,7 @@ def test_bad_models_and_batches_are_refused_by_name(monkeypatch):
         ba.uncertainty(nn.Linear(3, 2), torch.randn(4, 3))
     with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got str"):
         ba.uncertainty("bert", inputs)
-    with ba.observe(model), pytest.raises(ValueError, match="outside `with ba.observe"):
+    with ba.observe(model), pytest.raises(ValueError, match=r"outside `with ba\.observe"):
         ba.uncertainty(model, inputs)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         ba.uncertainty(model, inputs)
