@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +42,7 @@ def doubt_of_folder(folder: Path, texts: list[str | tuple[str, str]], *, batch_s
             f"{folder} has no config.json. Give the folder of a Hugging Face model, as save_pretrained writes it"
         )
     with needs_extra("bayesattn doubt", "hf"):
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
         from bayesattn.integrations.hf.doubt import doubt_texts
     model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -53,8 +53,22 @@ def doubt_of_folder(folder: Path, texts: list[str | tuple[str, str]], *, batch_s
         raise ValueError(
             f"{folder} has no trained sequence classifier: {', '.join(missing[:3])} would be random; fine-tune it first"
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    yield from doubt_texts(model.eval(), tokenizer, texts, batch_size=batch_size)
+    yield from doubt_texts(model.eval(), _load_tokenizer(folder), texts, batch_size=batch_size)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    advice = "Save the model's own there: tokenizer.save_pretrained(folder)"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer in {folder}: {' '.join(str(error).split())}. {advice}") from error
+    # without files transformers makes up many a fast tokenizer, which knows special tokens alone
+    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
+    if tokenizer.is_fast and not any((folder / name).is_file() for name in files):
+        raise ValueError(f"no tokenizer in {folder}: it has none of {', '.join(files)}. {advice}")
+    return tokenizer
 
 
 def as_row(found: "TextDoubt") -> dict:

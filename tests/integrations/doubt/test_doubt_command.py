@@ -106,3 +106,20 @@ def test_folders_without_a_trained_classifier_are_refused(folder, texts, tmp_pat
             (encoder / name).write_bytes((folder / name).read_bytes())
     assert run("doubt", "--model", encoder, "--text", texts) == 2
     assert "would be random" in capsys.readouterr().err
+
+
+def test_a_folder_without_tokenizer_files_is_refused(folder, texts, tmp_path, capsys):
+    # transformers would make up a tokenizer that knows special tokens alone
+    bare = tmp_path / "bare"
+    hf.AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(bare)
+    assert run("doubt", "--model", bare, "--text", texts) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"no tokenizer in {bare}: it has none of tokenizer.json, vocab.txt" in printed.err
+    assert "tokenizer.save_pretrained" in printed.err
+    # of other models it refuses to load one
+    llama = tmp_path / "llama"
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+    hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes)).save_pretrained(llama)
+    assert run("doubt", "--model", llama, "--text", texts) == 2
+    assert f"no tokenizer in {llama}: " in capsys.readouterr().err
