@@ -130,6 +130,13 @@ def test_texts_and_pairs_go_through_the_tokenizer():
             lambda c, X: c.predict(["a", ("a", "b")]),
             "X must be texts or pairs of texts, not both",
         ),
+        (
+            {"tokenizer": small_tokenizer()},
+            lambda c, X: c.predict("a good film"),
+            r"X must be a list of texts or of pairs of texts, got the string 'a good film'. For one text give \[text\]",
+        ),
+        ({"tokenizer": small_tokenizer()}, lambda c, X: c.fit("a good film", [0]), "X must be a list of texts"),
+        ({}, lambda c, X: c.predict_uncertainty("a good film"), "X must be a list of texts"),
     ],
 )
 def test_what_does_not_fit_is_refused(data, options, act, message):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import uncertainty
+from bayesattn.integrations.texts import check_texts
 from bayesattn.modes import evaluating
 from bayesattn.optional import needs_extra
 from bayesattn.precision import upcast
@@ -131,6 +132,7 @@ class DoubtClassifier(ClassifierMixin, BaseEstimator):
 
     def _batches(self, X: Any) -> Iterator[Any]:
         check_count("batch_size", self.batch_size)
+        check_texts("X", X)
         if self.device is not None:
             self.model.to(self.device)
         parameter = next(self.model.parameters())

@@ -123,3 +123,9 @@ def test_a_folder_without_tokenizer_files_is_refused(folder, texts, tmp_path, ca
     hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes)).save_pretrained(llama)
     assert run("doubt", "--model", llama, "--text", texts) == 2
     assert f"no tokenizer in {llama}: " in capsys.readouterr().err
+
+
+def test_a_single_string_is_not_taken_for_a_list_of_its_characters(folder):
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with pytest.raises(ValueError, match="texts must be a list of texts or of pairs of texts, got the string 'the film'"):
+        next(doubt_texts(model, hf.AutoTokenizer.from_pretrained(folder), "the film"))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import Uncertainty, uncertainty
+from bayesattn.integrations.texts import check_texts
 
 Pair = tuple[str, str]
 
@@ -56,8 +57,9 @@ def doubt_texts(
         batch_size: Texts per pass.
 
     Raises:
-        ValueError: There is no text, one is empty, or the tokenizer is a slow one.
+        ValueError: `texts` is a string, there is no text, one is empty, or the tokenizer is a slow one.
     """
+    check_texts("texts", texts)
     if not texts:
         raise ValueError("texts must hold at least one text, got none")
     if not getattr(tokenizer, "is_fast", False):
