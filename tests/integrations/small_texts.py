@@ -12,14 +12,14 @@ TEXTS = ["a good film", "not a bad plot", "it is very very dull", "bright", "it 
 LABELS = {0: "worse", 1: "better", 2: "fair"}
 
 
-def small_tokenizer() -> hf.PreTrainedTokenizerFast:
+def small_tokenizer(model_max_length: int | None = 32) -> hf.PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **names)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=model_max_length, **names)
 
 
 def small_classifier(**changes) -> hf.BertForSequenceClassification:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
@@ -10,11 +11,13 @@ from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.model_selection import LeaveOneOut, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
-from small_texts import LABELS, TEXTS, small_classifier, small_tokenizer
+from small_texts import LABELS, TEXTS, WORDS, small_classifier, small_tokenizer
 from torch import nn
 
 import bayesattn as ba
+from bayesattn.integrations.hf.doubt import doubt_texts
 from bayesattn.integrations.sklearn import DoubtClassifier
+from bayesattn.integrations.texts import token_limit
 
 N = 41
 
@@ -107,6 +110,27 @@ def test_texts_and_pairs_go_through_the_tokenizer():
         assert classifier.predict(X).tolist() == [LABELS[i] for i in expected.label.tolist()]
     # longer than the model's positions
     assert classifier.predict_uncertainty(["a good film " * 20]).shape == (1,)
+
+
+# RoBERTa counts positions from the padding token's; T5 has none, so nothing limits it
+@pytest.mark.parametrize(("kind", "most"), [("roberta", 16), ("t5", 512)])
+def test_long_texts_are_cut_to_the_positions_a_model_has(kind, most):
+    config = {"vocab_size": len(WORDS), "num_labels": 3, "pad_token_id": 0}
+    if kind == "roberta":
+        sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 29}
+        model = hf.RobertaForSequenceClassification(hf.RobertaConfig(**config, **sizes, max_position_embeddings=17))
+    else:
+        sizes = {"d_model": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 3, "d_kv": 8, "d_ff": 29}
+        model = hf.T5ForSequenceClassification(hf.T5Config(**config, **sizes, eos_token_id=3, decoder_start_token_id=0))
+    tokenizer = small_tokenizer(model_max_length=None)
+    assert token_limit(model.eval(), tokenizer) == most
+    # [CLS] and [SEP] are added
+    for length in (most - 2, most - 1, 2 * most):
+        text = " ".join(["good"] * length)
+        assert DoubtClassifier(model, tokenizer).predict_uncertainty([text]).shape == (1,)
+        (found,) = doubt_texts(model, tokenizer, [text])
+        assert found.text == text
+    assert token_limit(model, small_tokenizer(model_max_length=11)) == 11
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import uncertainty
-from bayesattn.integrations.texts import check_texts
+from bayesattn.integrations.texts import check_texts, token_limit
 from bayesattn.modes import evaluating
 from bayesattn.optional import needs_extra
 from bayesattn.precision import upcast
@@ -150,9 +150,7 @@ class DoubtClassifier(ClassifierMixin, BaseEstimator):
         if not all(isinstance(text, str) for pair in pairs for text in pair) or len(pairs) not in (0, len(rows)):
             raise ValueError("X must be texts or pairs of texts, not both, because a tokenizer is given")
         tokenizer: Any = self.tokenizer
-        config = getattr(self.model, "config", None)
-        limits = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
-        limit = min(value for value in limits if value) if self.max_length is None else self.max_length
+        limit = token_limit(self.model, tokenizer) if self.max_length is None else self.max_length
         columns = [[row[0] for row in pairs], [row[1] for row in pairs]] if pairs else [rows]
         return tokenizer(*columns, padding=True, truncation=True, max_length=limit, return_tensors="pt")
 

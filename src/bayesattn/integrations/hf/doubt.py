@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import Uncertainty, uncertainty
-from bayesattn.integrations.texts import check_texts
+from bayesattn.integrations.texts import check_texts, token_limit
 
 Pair = tuple[str, str]
 
@@ -68,7 +68,7 @@ def doubt_texts(
         if not any(part.strip() for part in ([text] if isinstance(text, str) else text)):
             raise ValueError(f"text {number} is empty")
     device = next(model.parameters()).device
-    limit = min(tokenizer.model_max_length, _positions(model))
+    limit = token_limit(model, tokenizer)
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
         first = [text if isinstance(text, str) else text[0] for text in part]
@@ -77,10 +77,6 @@ def doubt_texts(
         result = uncertainty(model, {name: value.to(device) for name, value in encoded.items()})
         for row, text in enumerate(part):
             yield _describe(result, row, (text,) if isinstance(text, str) else text, encoded.encodings[row], model)
-
-
-def _positions(model: nn.Module) -> int:
-    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 512)
 
 
 def _describe(result: Uncertainty, row: int, parts: tuple[str, ...], encoding: Any, model: Any) -> TextDoubt:
