@@ -1,6 +1,7 @@
 """`bayesattn doubt`: the texts that a classifier in a local folder is least certain about, and why."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,14 @@ def _load_tokenizer(folder: Path) -> Any:
 def as_row(found: "TextDoubt") -> dict:
     """Return a row for JSON lines."""
     row = {name: getattr(found, name) for name in ("text", "label", "probability", "margin", "std", "t", "special")}
+    # JSON has no infinity
+    row["t"] = row["t"] if math.isfinite(row["t"]) else None
     return {**row, "words": [[word, round(share, 4)] for word, share in found.words]}
+
+
+def show_t(t: float) -> str:
+    """Return t for people; it is infinite where no attention score moves the answer."""
+    return f"{t:.1f}" if math.isfinite(t) else "∞"
 
 
 def print_rows(rows: list["TextDoubt"], console: Console, *, as_json: bool) -> None:
@@ -88,7 +96,7 @@ def print_rows(rows: list["TextDoubt"], console: Console, *, as_json: bool) -> N
         text = Text()
         for piece, share in row.pieces:
             text.append("".join(c if c.isprintable() else " " for c in piece), "reverse" if share >= DARKEST / 2 else "")
-        table.add_row(f"{row.t:.1f}", Text(row.label), f"{row.probability:.3f}", text)
+        table.add_row(show_t(row.t), Text(row.label), f"{row.probability:.3f}", text)
     console.print(table)
     console.print("Least certain first. t = margin / standard deviation under attention noise.", highlight=False)
 
@@ -101,6 +109,6 @@ def write_page(rows: list["TextDoubt"], path: Path, *, title: str) -> None:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("bayesattn.cli"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    page = environment.get_template("doubt.html").render(rows=rows, title=title, darkest=DARKEST)
+    page = environment.get_template("doubt.html").render(rows=rows, title=title, darkest=DARKEST, show_t=show_t)
     with replacing(path) as temporary:
         temporary.write_text(page, encoding="utf-8")

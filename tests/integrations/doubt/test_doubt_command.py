@@ -8,6 +8,9 @@ import pytest
 import torch
 import transformers as hf
 from small_models import SMALL
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import bayesattn as ba
 from bayesattn.cli import main
@@ -129,3 +132,32 @@ def test_a_single_string_is_not_taken_for_a_list_of_its_characters(folder):
     model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with pytest.raises(ValueError, match="texts must be a list of texts or of pairs of texts, got the string 'the film'"):
         next(doubt_texts(model, hf.AutoTokenizer.from_pretrained(folder), "the film"))
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """A classifier that sees one token in a text of one word: no attention score can move its answer."""
+    path = tmp_path_factory.mktemp("causal")
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = WhitespaceSplit()
+    hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 8, "vocab_size": len(vocabulary), "pad_token_id": 0}
+    hf.GPT2ForSequenceClassification(hf.GPT2Config(**sizes, initializer_range=0.4)).save_pretrained(path)
+    return path
+
+
+def test_an_answer_without_doubt_has_no_t_and_no_share(causal, tmp_path, capsys):
+    texts, page = tmp_path / "texts.txt", tmp_path / "page.html"
+    texts.write_text("fine\nthe film was dull\n", encoding="utf-8")
+    assert run("doubt", "--model", causal, "--text", texts, "--json", "--html", page) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["text"] for row in rows] == ["the film was dull", "fine"]
+    assert rows[0]["t"] > 0
+    assert (rows[1]["std"], rows[1]["t"], rows[1]["special"]) == (0.0, None, 0.0)
+    written = page.read_text(encoding="utf-8")
+    assert "t = ∞ · 0 % of the variance in special tokens" in written
+    assert "inf" not in written
+    assert run("doubt", "--model", causal, "--text", texts) == 0
+    assert "∞" in capsys.readouterr().out

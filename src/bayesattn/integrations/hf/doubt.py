@@ -23,7 +23,7 @@ class TextDoubt:
         probability: Probability of that class, by the model as it is.
         margin: Difference of the two largest logits.
         std: Its standard deviation under attention noise.
-        t: margin / std; texts with a small t are the doubtful ones.
+        t: margin / std; a small t is doubtful, an infinite one is that of an answer that no attention score moves.
         pieces: The text as words and the characters between them, each with its share of the variance.
         special: Share of the tokens that are not text ([CLS], [SEP]).
         by_head: Share by attention module and head.
@@ -98,7 +98,7 @@ def _describe(result: Uncertainty, row: int, parts: tuple[str, ...], encoding: A
         std=float(result.std[row]),
         t=float(result.t[row]),
         pieces=pieces,
-        special=0.0 if tokens is None else max(0.0, 1.0 - sum(share for _, share in pieces)),
+        special=0.0 if tokens is None or not variance else max(0.0, 1.0 - sum(share for _, share in pieces)),
         by_head={name: _share(heads[row], variance).tolist() for name, heads in result.by_head.items()},
     )
 
