@@ -64,11 +64,12 @@ def doubt(
     """
     from bayesattn.cli import doubt as texts
 
-    found = list(texts.doubt_of_folder(model, texts.read_texts(text), batch_size=batch_size))
-    rows = sorted(found, key=lambda row: row.t)[:most]
+    read = texts.read_texts(text)
+    found = zip(read, texts.doubt_of_folder(model, list(read.values()), batch_size=batch_size), strict=True)
+    rows = dict(sorted(found, key=lambda item: item[1].t)[:most])
     texts.print_rows(rows, console, as_json=as_json)
     if html is not None:
-        texts.write_page(rows, html, title=model.resolve().name)
+        texts.write_page(list(rows.values()), html, title=model.resolve().name)
         if not as_json:
             console.print(f"The page is {html}", highlight=False, soft_wrap=True)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as RichText
 
 from bayesattn.files import replacing
 from bayesattn.optional import needs_extra
@@ -20,23 +20,33 @@ if TYPE_CHECKING:
 # share of the variance at which a word gets the darkest shade
 DARKEST = 0.25
 
+Text = str | tuple[str, str]
 
-def read_texts(source: str) -> list[str | tuple[str, str]]:
-    """Return the lines of a file or, for `-`, of standard input; a tab makes a line a pair of texts."""
-    lines = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    texts: list[str | tuple[str, str]] = []
-    for line in lines.splitlines():
+
+def read_texts(source: str) -> dict[int, Text]:
+    """Return the texts of a file or, for `-`, of standard input, by line number; a tab makes a line a pair of texts."""
+    name = "standard input" if source == "-" else source
+    try:
+        content = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{name} is not UTF-8: byte {byte:#x} at position {error.start}. Save it as UTF-8") from error
+    texts: dict[int, Text] = {}
+    # a byte order mark is no text; splitlines would also cut at form feeds and Unicode's separators
+    for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), start=1):
         if line.strip():
             first, tab, second = line.partition("\t")
-            texts.append((first, second) if tab else line)
+            if tab and not (first.strip() and second.strip()):
+                raise ValueError(f"{name}, line {number}: a pair needs a text before and after the tab, got {line!r}")
+            texts[number] = (first, second) if tab else line
     if not texts:
-        raise ValueError(f"{'standard input' if source == '-' else source} has no text. Write one per line")
-    if len({isinstance(text, str) for text in texts}) > 1:
+        raise ValueError(f"{name} has no text. Write one per line")
+    if len({isinstance(text, str) for text in texts.values()}) > 1:
         raise ValueError("some lines have a tab and some have none. Give one text per line, or a pair per line, not both")
     return texts
 
 
-def doubt_of_folder(folder: Path, texts: list[str | tuple[str, str]], *, batch_size: int) -> Iterator["TextDoubt"]:
+def doubt_of_folder(folder: Path, texts: list[Text], *, batch_size: int) -> Iterator["TextDoubt"]:
     """Yield the doubt of every text under the sequence classifier in a folder; nothing is downloaded."""
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -72,12 +82,12 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def as_row(found: "TextDoubt") -> dict:
+def as_row(line: int, found: "TextDoubt") -> dict:
     """Return a row for JSON lines."""
     row = {name: getattr(found, name) for name in ("text", "label", "probability", "margin", "std", "t", "special")}
     # JSON has no infinity
     row["t"] = row["t"] if math.isfinite(row["t"]) else None
-    return {**row, "words": [[word, round(share, 4)] for word, share in found.words]}
+    return {"line": line, **row, "words": [[word, round(share, 4)] for word, share in found.words]}
 
 
 def show_t(t: float) -> str:
@@ -85,18 +95,18 @@ def show_t(t: float) -> str:
     return f"{t:.1f}" if math.isfinite(t) else "∞"
 
 
-def print_rows(rows: list["TextDoubt"], console: Console, *, as_json: bool) -> None:
-    """Print JSON lines, or a table whose doubtful words are shaded."""
+def print_rows(rows: dict[int, "TextDoubt"], console: Console, *, as_json: bool) -> None:
+    """Print JSON lines, or a table whose doubtful words are shaded; the rows are by line number."""
     if as_json:
-        for row in rows:
-            print(json.dumps(as_row(row), ensure_ascii=False, allow_nan=False))
+        for line, row in rows.items():
+            print(json.dumps(as_row(line, row), ensure_ascii=False, allow_nan=False))
         return
     table = Table("t", "label", "probability", "text, the doubtful words in reverse", box=None, pad_edge=False)
-    for row in rows:
-        text = Text()
+    for row in rows.values():
+        text = RichText()
         for piece, share in row.pieces:
             text.append("".join(c if c.isprintable() else " " for c in piece), "reverse" if share >= DARKEST / 2 else "")
-        table.add_row(show_t(row.t), Text(row.label), f"{row.probability:.3f}", text)
+        table.add_row(show_t(row.t), RichText(row.label), f"{row.probability:.3f}", text)
     console.print(table)
     console.print("Least certain first. t = margin / standard deviation under attention noise.", highlight=False)
 

@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import bayesattn as ba
 from bayesattn.cli import main
+from bayesattn.cli.doubt import read_texts
 from bayesattn.integrations.hf.doubt import doubt_texts
 
 WORDS = ["the", "film", "was", "dull", "un", "##watch", "##able", "fine", ",", "<", "b", ">", "&"]
@@ -51,6 +52,8 @@ def test_json_lines_are_sorted_and_are_what_the_library_says(folder, texts, caps
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(row["text"] for row in rows) == sorted(TEXTS)
     assert [row["t"] for row in rows] == sorted(row["t"] for row in rows)
+    # TEXTS has no empty line
+    assert all(TEXTS[row["line"] - 1] == row["text"] for row in rows)
     model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     for row in rows:
@@ -88,13 +91,31 @@ def test_table_page_and_standard_input(folder, texts, tmp_path, capsys, monkeypa
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def test_lines_end_at_line_breaks_alone(tmp_path, monkeypatch):
+    # what str.splitlines takes for line ends as well, and a byte order mark
+    odd = ["the\u2028film", "was\x0cdull", "fine\x85fine"]
+    content = "\ufeff" + "\r\n".join([odd[0], "", *odd[1:]]) + "\n"
+    path = tmp_path / "texts.txt"
+    path.write_bytes(content.encode())
+    expected = dict(zip([1, 3, 4], odd, strict=True))
+    assert read_texts(str(path)) == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content.encode()), encoding="utf-8"))
+    assert read_texts("-") == expected
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
-    [("\n \n", "has no text"), ("one\ttwo\nthree\n", "some lines have a tab")],
+    [
+        (b"\n \n", "has no text"),
+        (b"one\ttwo\nthree\n", "some lines have a tab"),
+        (b"one\ttwo\n\ngood\t\n", "bad.txt, line 3: a pair needs a text before and after the tab"),
+        (b"\tgood\n", "bad.txt, line 1: a pair needs"),
+        ("très bon\n".encode("latin-1"), "bad.txt is not UTF-8: byte 0xe8 at position 2. Save it as UTF-8"),
+    ],
 )
 def test_bad_texts_are_refused_by_name(folder, tmp_path, content, match, capsys):
     path = tmp_path / "bad.txt"
-    path.write_text(content, encoding="utf-8")
+    path.write_bytes(content)
     assert run("doubt", "--model", folder, "--text", path) == 2
     assert match in capsys.readouterr().err
 
