@@ -56,9 +56,14 @@ def doubt_of_folder(folder: Path, texts: list[Text], *, batch_size: int) -> Iter
         from transformers import AutoModelForSequenceClassification
 
         from bayesattn.integrations.hf.doubt import doubt_texts
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except OSError as error:
+        advice = "Only safetensors are read: load the model yourself and call model.save_pretrained(folder)"
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"the weights in {folder} cannot be loaded: {reason}. {advice}") from error
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         raise ValueError(
@@ -74,7 +79,7 @@ def _load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer in {folder}: {' '.join(str(error).split())}. {advice}") from error
+        raise ValueError(f"no tokenizer in {folder}: {' '.join(str(error).split()).rstrip('.')}. {advice}") from error
     # without files transformers makes up many a fast tokenizer, which knows special tokens alone
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     if tokenizer.is_fast and not any((folder / name).is_file() for name in files):
@@ -84,7 +89,8 @@ def _load_tokenizer(folder: Path) -> Any:
 
 def as_row(line: int, found: "TextDoubt") -> dict:
     """Return a row for JSON lines."""
-    row = {name: getattr(found, name) for name in ("text", "label", "probability", "margin", "std", "t", "special")}
+    names = ("text", "label", "probability", "margin", "std", "t", "special", "is_cut")
+    row = {name: getattr(found, name) for name in names}
     # JSON has no infinity
     row["t"] = row["t"] if math.isfinite(row["t"]) else None
     return {"line": line, **row, "words": [[word, round(share, 4)] for word, share in found.words]}
@@ -101,14 +107,22 @@ def print_rows(rows: dict[int, "TextDoubt"], console: Console, *, as_json: bool)
         for line, row in rows.items():
             print(json.dumps(as_row(line, row), ensure_ascii=False, allow_nan=False))
         return
-    table = Table("t", "label", "probability", "text, the doubtful words in reverse", box=None, pad_edge=False)
+    # without styles reverse text would look like any other
+    shown, star = ("*stars*", "*") if console.color_system is None else ("reverse", "")
+    table = Table("t", "label", "probability", f"text, the doubtful words in {shown}", box=None, pad_edge=False)
     for row in rows.values():
         text = RichText()
         for piece, share in row.pieces:
-            text.append("".join(c if c.isprintable() else " " for c in piece), "reverse" if share >= DARKEST / 2 else "")
+            printable = "".join(c if c.isprintable() else " " for c in piece)
+            text.append(*((f"{star}{printable}{star}", "reverse") if share >= DARKEST / 2 else (printable, "")))
+        text.append(" [cut]" if row.is_cut else "")
         table.add_row(show_t(row.t), RichText(row.label), f"{row.probability:.3f}", text)
     console.print(table)
     console.print("Least certain first. t = margin / standard deviation under attention noise.", highlight=False)
+    cut = sum(row.is_cut for row in rows.values())
+    if cut:
+        note = "are longer than the model reads and were scored on their beginning; they are marked [cut]."
+        console.print(f"{cut} of {len(rows)} texts {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 def write_page(rows: list["TextDoubt"], path: Path, *, title: str) -> None:

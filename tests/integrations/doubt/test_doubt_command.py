@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import transformers as hf
+from rich.console import Console
 from small_models import SMALL
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -14,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import bayesattn as ba
 from bayesattn.cli import main
-from bayesattn.cli.doubt import read_texts
+from bayesattn.cli.doubt import print_rows, read_texts
 from bayesattn.integrations.hf.doubt import doubt_texts
 
 WORDS = ["the", "film", "was", "dull", "un", "##watch", "##able", "fine", ",", "<", "b", ">", "&"]
@@ -182,3 +183,53 @@ def test_an_answer_without_doubt_has_no_t_and_no_share(causal, tmp_path, capsys)
     assert "inf" not in written
     assert run("doubt", "--model", causal, "--text", texts) == 0
     assert "∞" in capsys.readouterr().out
+
+
+def test_texts_that_are_cut_are_marked(causal, tmp_path, capsys):
+    texts, page = tmp_path / "texts.txt", tmp_path / "page.html"
+    # the model has eight positions
+    lengths = {"fine " * 9: True, "dull " * 8: False, "the " * 30: True}
+    texts.write_text("\n".join(lengths), encoding="utf-8")
+    assert run("doubt", "--model", causal, "--text", texts, "--json", "--html", page) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["text"]: row["is_cut"] for row in rows} == lengths
+    assert page.read_text(encoding="utf-8").count("cut: only its beginning was read") == 2
+    assert run("doubt", "--model", causal, "--text", texts) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("[cut]") == 3
+    assert "2 of 3 texts are longer than the model reads" in printed
+    assert "they are marked [cut]." in printed
+    texts.write_text("fine", encoding="utf-8")
+    capsys.readouterr()
+    assert run("doubt", "--model", causal, "--text", texts) == 0
+    assert "cut" not in capsys.readouterr().out
+
+
+def test_without_a_terminal_stars_mark_the_doubtful_words(folder, texts, capsys):
+    assert run("doubt", "--model", folder, "--text", texts) == 0
+    printed = capsys.readouterr().out
+    assert "text, the doubtful words in *stars*" in printed
+    assert "reverse" not in printed
+    (row,) = [line for line in printed.splitlines() if "unwatchable" in line.replace("*", "")]
+    assert "*" in row
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    found = list(doubt_texts(model, hf.AutoTokenizer.from_pretrained(folder), TEXTS))
+    on_screen = io.StringIO()
+    rows = dict(enumerate(found, start=1))
+    print_rows(rows, Console(file=on_screen, force_terminal=True, color_system="standard", width=150), as_json=False)
+    assert "doubtful words in reverse" in on_screen.getvalue()
+    assert "\x1b[7m" in on_screen.getvalue()
+    assert "*" not in on_screen.getvalue()
+
+
+def test_weights_that_are_not_safetensors_are_refused_with_what_to_do(folder, texts, tmp_path, capsys):
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (pickled / path.name).write_bytes(path.read_bytes())
+    torch.save({}, pickled / "pytorch_model.bin")
+    assert run("doubt", "--model", pickled, "--text", texts) == 2
+    error = capsys.readouterr().err
+    assert f"the weights in {pickled} cannot be loaded" in error
+    assert "Only safetensors are read: load the model yourself and call model.save_pretrained(folder)" in error

@@ -27,6 +27,7 @@ class TextDoubt:
         pieces: The text as words and the characters between them, each with its share of the variance.
         special: Share of the tokens that are not text ([CLS], [SEP]).
         by_head: Share by attention module and head.
+        is_cut: Whether the text is longer than tokenizer and model allow, so that the end was not read.
     """
 
     text: str
@@ -38,6 +39,7 @@ class TextDoubt:
     pieces: list[tuple[str, float]]
     special: float
     by_head: dict[str, list[float]]
+    is_cut: bool = False
 
     @property
     def words(self) -> list[tuple[str, float]]:
@@ -73,13 +75,15 @@ def doubt_texts(
         part = texts[start : start + batch_size]
         first = [text if isinstance(text, str) else text[0] for text in part]
         second = None if isinstance(part[0], str) else [text[1] for text in part]
+        whole = tokenizer(first, second, verbose=False)["input_ids"]
         encoded = tokenizer(first, second, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         result = uncertainty(model, {name: value.to(device) for name, value in encoded.items()})
         for row, text in enumerate(part):
-            yield _describe(result, row, (text,) if isinstance(text, str) else text, encoded.encodings[row], model)
+            parts, is_cut = (text,) if isinstance(text, str) else text, len(whole[row]) > limit
+            yield _describe(result, row, parts, encoded.encodings[row], model, is_cut)
 
 
-def _describe(result: Uncertainty, row: int, parts: tuple[str, ...], encoding: Any, model: Any) -> TextDoubt:
+def _describe(result: Uncertainty, row: int, parts: tuple[str, ...], encoding: Any, model: Any, is_cut: bool) -> TextDoubt:
     assert result.probabilities is not None
     assert result.label is not None
     variance = float(result.std[row]) ** 2
@@ -100,6 +104,7 @@ def _describe(result: Uncertainty, row: int, parts: tuple[str, ...], encoding: A
         pieces=pieces,
         special=0.0 if tokens is None or not variance else max(0.0, 1.0 - sum(share for _, share in pieces)),
         by_head={name: _share(heads[row], variance).tolist() for name, heads in result.by_head.items()},
+        is_cut=is_cut,
     )
 
 
