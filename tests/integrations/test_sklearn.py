@@ -15,9 +15,9 @@ from small_texts import LABELS, TEXTS, WORDS, small_classifier, small_tokenizer
 from torch import nn
 
 import bayesattn as ba
+from bayesattn.doubt.texts import token_limit
 from bayesattn.integrations.hf.doubt import doubt_texts
 from bayesattn.integrations.sklearn import DoubtClassifier
-from bayesattn.integrations.texts import token_limit
 
 N = 41
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import uncertainty
-from bayesattn.integrations.texts import check_texts, token_limit
+from bayesattn.doubt.texts import check_texts, token_limit
 from bayesattn.modes import evaluating
 from bayesattn.optional import needs_extra
 from bayesattn.precision import upcast

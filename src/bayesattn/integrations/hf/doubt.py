@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import Uncertainty, uncertainty
-from bayesattn.integrations.texts import check_texts, token_limit
+from bayesattn.doubt.texts import check_texts, token_limit
 
 Pair = tuple[str, str]
 
