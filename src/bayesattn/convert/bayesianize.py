@@ -18,6 +18,11 @@ Selection = Sequence[int | str]
 
 # an error lists at most this many attention modules by name
 MOST_NAMES = 24
+# also for callers that convert a model for one call, such as ba.uncertainty, and take no example_inputs
+SHOW_CALLS = (
+    "; if the source does not show that call, convert the model first, with one batch that shows it: "
+    "bayesianize(model, config, example_inputs=batch)"
+)
 
 
 def bayesianize(
@@ -82,7 +87,7 @@ def bayesianize(
             f"model is a {type(model).__name__}, and no attention was found in it. Give a model with "
             "nn.MultiheadAttention, a transformers model whose attention goes through its AttentionInterface, GATConv, "
             "GATv2Conv or TransformerConv of PyTorch Geometric, or modules that call F.scaled_dot_product_attention"
-            + ("; if the source does not show that call, give one batch as example_inputs" if example_inputs is None else "")
+            + ("" if example_inputs is not None else SHOW_CALLS)
         )
     attach_selected(model, config, candidates, layers, exclude, weights)
     return model

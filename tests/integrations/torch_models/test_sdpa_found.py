@@ -154,8 +154,11 @@ def test_example_inputs_are_given_as_for_predict(inputs):
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_without_inputs_the_error_says_what_to_give(kind):
-    with pytest.raises(ValueError, match="give one batch as example_inputs"):
+    match = r"convert the model first, with one batch .*: bayesianize\(model, config, example_inputs=batch\)$"
+    with pytest.raises(ValueError, match=match):
         bayesianize(Tower(kind()), CONFIG)
+    with pytest.raises(ValueError, match=match):
+        ba.uncertainty(Tower(kind()), X)
 
 
 def test_with_inputs_the_error_does_not_ask_for_them():
