@@ -293,7 +293,7 @@ def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def find_logits(result: Any) -> Tensor:
-    """Return the logits in a model's output: the tensor itself, `.logits`, or the first entry of a tuple.
+    """Return the logits in a model's output: the tensor itself, `.logits`, `["logits"]`, or the first entry of a tuple.
 
     Example:
         >>> find_logits((torch.tensor([0.5, 1.5]), "hidden states"))
@@ -303,9 +303,16 @@ def find_logits(result: Any) -> Tensor:
         return result
     if isinstance(getattr(result, "logits", None), Tensor):
         return result.logits
+    if isinstance(result, Mapping) and isinstance(result.get("logits"), Tensor):
+        return result["logits"]
     if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
         return result[0]
+    if all(isinstance(getattr(result, name, None), Tensor) for name in ("start_logits", "end_logits")):
+        raise ValueError(
+            "the model returned start_logits and end_logits, as for question answering. Give `ba.uncertainty` "
+            '`target="span"`, or `output` to pick one of them'
+        )
     raise ValueError(
-        f"the model must return a tensor, an object with .logits, or a tuple, got {type(result).__name__}. Give `output` to "
-        "pick the logits"
+        f"the model must return a tensor, an object or mapping with logits, or a tuple, got {type(result).__name__}. Give "
+        "`output` to pick the logits"
     )

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 import torch
 from torch import nn
+from transformers import BertConfig, BertForQuestionAnswering
 
 import bayesattn as ba
 from bayesattn import Prediction, predict, sampling
@@ -117,12 +118,19 @@ def test_the_logits_are_found_in_what_models_return():
             self.logits = logits
 
     expected = predict(Wrapped(lambda x: x), X, num_samples=2, seed=0).logits.shape
-    for wrap in (lambda x: (x, None), Output):
+    for wrap in (lambda x: (x, None), Output, lambda x: {"loss": None, "logits": x}):
         assert predict(Wrapped(wrap), X, num_samples=2, seed=0).logits.shape == expected
     chosen = predict(Wrapped(lambda x: {"y": x}), X, num_samples=2, seed=0, output=lambda result: result["y"])
     assert chosen.logits.shape == expected
     with pytest.raises(ValueError, match=r"the model must return a tensor, .*, got dict. Give `output`"):
         predict(Wrapped(lambda x: {"y": x}), X, num_samples=2)
+
+
+def test_question_answering_is_told_to_use_spans():
+    match = r"the model returned start_logits and end_logits.*`target=\"span\"`.*`output`"
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+    with pytest.raises(ValueError, match=match):
+        ba.uncertainty(BertForQuestionAnswering(config).eval(), {"input_ids": torch.ones(2, 3, dtype=torch.long)})
 
 
 def test_entropy_and_mutual_information_by_definition():
