@@ -4,19 +4,18 @@ To first order the covariance of the logits is proportional to the variance v of
 of variance 1; the probabilities of any other noise follow from it (`predictive.py`), and the best of a fine grid is taken.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from bayesattn import metrics
 from bayesattn.config import NOISE_FIELD
 from bayesattn.doubt.predictive import averaged_probabilities
 from bayesattn.doubt.progress import Progress
-from bayesattn.doubt.tuning_result import NoiseTuning, Quality, set_noise
+from bayesattn.doubt.tuning_result import NoiseTuning, Quality, from_deviation, set_noise
 from bayesattn.doubt.uncertainty import uncertainty
 from bayesattn.nn import BayesianModule
 from bayesattn.objective import IGNORED_LABEL
@@ -42,7 +41,7 @@ def fit_noise(
     before = {name: part.config for name, part in parts.items()}
     progress = Progress("tune_noise", len(data), quiet=quiet)
     try:
-        set_noise(parts.values(), field, _value(1.0, field))
+        set_noise(parts.values(), field, from_deviation(1.0, field))
         known = _run(model, data, num_classes, output, progress)
         probabilities, classes, differences, covariance, t, labels = known
         if bool((labels >= probabilities.shape[1]).any()):
@@ -57,14 +56,14 @@ def fit_noise(
         def quality(predicted: Float[Tensor, "b k"]) -> Quality:
             return Quality.of(predicted, labels, metrics.negative_log_likelihood(predicted, labels))
 
-        values = [_value(deviation, field) for deviation in DEVIATIONS] if candidates is None else candidates
+        values = [from_deviation(deviation, field) for deviation in DEVIATIONS] if candidates is None else candidates
         # from least noise to most
-        deviations = dict(sorted(((value, _value(value, field)) for value in values), key=lambda item: item[1]))
+        deviations = dict(sorted(((value, from_deviation(value, field)) for value in values), key=lambda item: item[1]))
         tried = {value: nll(deviation) for value, deviation in deviations.items()}
         best = min(tried, key=lambda value: tried[value])
         set_noise(parts.values(), field, best)
         correct = metrics.correct(probabilities, labels)
-        selector = None if risk is None else metrics.SelectivePredictor.for_error(t / deviations[best], correct, risk)
+        selector = None if risk is None else _threshold(t / deviations[best], correct, risk)
         result = NoiseTuning(
             parameter=field,
             values=dict.fromkeys(parts, best),
@@ -73,6 +72,7 @@ def fit_noise(
             before=quality(probabilities),
             after=quality(averaged(deviations[best])),
             selector=selector,
+            method="closed-form",
         )
     except BaseException:
         for name, part in parts.items():
@@ -82,9 +82,12 @@ def fit_noise(
     return result
 
 
-def _value(number: float, field: str) -> float:
-    """Return k for a standard deviation of the log-noise, or the reverse: π / (√6 k); σ_q is itself a standard deviation."""
-    return number if field == "sigma_q" else math.pi / (math.sqrt(6.0) * number)
+def _threshold(t: Float[Tensor, " b"], correct: Bool[Tensor, " b"], risk: float) -> metrics.SelectivePredictor:
+    try:
+        return metrics.SelectivePredictor.for_error(t, correct, risk)
+    except ValueError as error:
+        # the caller knows this number by another name
+        raise ValueError(str(error).replace("target_error", "risk")) from None
 
 
 def _run(

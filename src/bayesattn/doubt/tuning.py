@@ -28,7 +28,7 @@ from bayesattn.modes import evaluating
 from bayesattn.nn import BayesianModule
 from bayesattn.objective import IGNORED_LABEL
 from bayesattn.prediction import as_arguments, find_logits, predict
-from bayesattn.scalars import check_choice
+from bayesattn.scalars import check_choice, check_fraction
 
 # from least noise to most: the standard deviation of the log-noise, 1.28/k or σ, goes from 0.013 to 2.6.
 # Twelve, because five evaluations find the best of that many
@@ -64,7 +64,8 @@ def tune_noise(
         batches: Validation data, read once into memory: pairs (inputs, labels), or mappings with `labels`. Labels are
             classes, aligned with the logits; −100 is ignored.
         method: `draws`, or `closed-form`: every batch is run once, forwards and backwards (`uncertainty`), and the noise
-            that gives the averaged probabilities the lowest NLL is found without another pass.
+            that gives the averaged probabilities the lowest NLL is found without another pass. This noise calibrates
+            `uncertainty(...).averaged_probabilities` only. It is not for draws, whose predictions it may ruin.
         candidates: Values to choose from. None: for `draws` twelve, from almost no noise to a lot, of which five are tried;
             in closed form a fine grid.
         num_samples: M in the predictive distribution.
@@ -96,6 +97,8 @@ def tune_noise(
         raise ValueError("risk is given with method='draws'; it needs method='closed-form'")
     if per_layer and method == "closed-form":
         raise ValueError("per_layer is True with method='closed-form', which fits one scale. Use method='draws'")
+    if risk is not None:
+        check_fraction("risk", risk)
     parts = {
         name: module
         for name, module in model.named_modules()
@@ -104,8 +107,8 @@ def tune_noise(
     families = {part.config.family for part in parts.values()}
     if not families:
         raise ValueError(
-            f"model is a {type(model).__name__} without stochastic attention. Convert it first: "
-            'model = ba.bayesianize(model, ba.AttentionConfig("BAM-WC")), and ba.restore(model) before that if it is "soft"'
+            f"model is a {type(model).__name__} without stochastic attention. Convert it first: model = "
+            'ba.bayesianize(model, ba.AttentionConfig("BAM-NOKL")), and ba.restore(model) before that if it is "soft"'
         )
     if len(families) != 1:
         raise ValueError(f"all attention of the model must have one family of noise, got {sorted(map(str, families))}")

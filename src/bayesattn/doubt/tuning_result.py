@@ -1,6 +1,7 @@
 """What `tune_noise` returns, and how a model is set to a chosen noise."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from bayesattn import metrics
 from bayesattn.nn import BayesianModule
+
+# standard deviation of the log-noise from which on a draw changes a weight e-fold, more than any linearization can follow
+SMALL = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class NoiseTuning:
         before: Quality of the deterministic model.
         after: Quality of the M-sample predictive with the chosen values; in closed form, of the averaged probabilities.
         selector: With `risk`, which answers to give: `selector.answers(uncertainty(model, inputs).t)`.
+        method: `draws` or `closed-form`. The values of the closed form calibrate `averaged_probabilities`, which are of
+            linearized logits; they are not for draws, for which they may be far too much noise.
 
     Example:
         >>> before, after = Quality(0.52, 0.08, 0.05), Quality(0.49, 0.04, 0.04)
@@ -54,6 +60,7 @@ class NoiseTuning:
     before: Quality
     after: Quality
     selector: metrics.SelectivePredictor | None = None
+    method: str = "draws"
 
     @property
     def at_edge(self) -> str | None:
@@ -62,9 +69,14 @@ class NoiseTuning:
         if least == most:
             return None
         if most in self.values.values():
-            return (
-                f"{self.parameter} = {most:g} is the most noise of all candidates; more may be better: give candidates=[...]"
-            )
+            found = f"{self.parameter} = {most:g} is the most noise of all candidates"
+            deviation = from_deviation(most, self.parameter)
+            if self.method == "closed-form" and deviation > SMALL:
+                return (
+                    f"{found}, a log-noise with standard deviation {deviation:.3g}: beyond small noise, so use "
+                    "averaged_probabilities with it, not draws"
+                )
+            return f"{found}; more may be better: give candidates=[...]"
         if least in self.values.values():
             return f"{self.parameter} = {least:g} is the least noise of all candidates: the data ask for hardly any"
         return None
@@ -83,3 +95,8 @@ def set_noise(parts: Iterable[BayesianModule], field: str, value: float) -> None
     """Replace one number in the configs of Bayesian modules."""
     for part in parts:
         part.config = dataclasses.replace(part.config, **{field: value})
+
+
+def from_deviation(number: float, field: str) -> float:
+    """Return k for a standard deviation of the log-noise, or the reverse: π / (√6 k); σ_q is itself a standard deviation."""
+    return number if field == "sigma_q" else math.pi / (math.sqrt(6.0) * number)

@@ -77,13 +77,43 @@ def test_threshold_keeps_its_promise_on_its_data():
     assert report.error <= result.selector.bound <= 0.4
 
 
+@pytest.mark.parametrize(("variant", "field"), [("BAM-NOKL", "weibull_k"), ("BAM-LF", "sigma_q")])
+def test_the_end_of_the_grid_is_said_to_be_beyond_small_noise(variant, field):
+    model = build()
+    ids = torch.randint(3, 61, (32, 7), generator=torch.Generator().manual_seed(2))
+    # every text has both labels, which asks for all noise there is
+    data = [{"input_ids": ids, "labels": torch.full((32,), label)} for label in (0, 1)]
+    ba.bayesianize(model, ba.AttentionConfig(variant))
+    result = ba.tune_noise(model, data, method="closed-form", quiet=True)
+    assert str(result).endswith(
+        f"{field} = {next(iter(result.values.values())):g} is the most noise of all candidates, a log-noise with "
+        "standard deviation 31.6: beyond small noise, so use averaged_probabilities with it, not draws"
+    )
+    small = [0.02, 0.03] if variant == "BAM-LF" else [50.0, 40.0]
+    few = ba.tune_noise(model, data, method="closed-form", candidates=small, quiet=True)
+    assert few.at_edge is not None
+    assert few.at_edge.endswith("is the most noise of all candidates; more may be better: give candidates=[...]")
+
+
+def test_a_plain_model_is_told_to_convert_without_new_parameters():
+    model = build()
+    with pytest.raises(
+        ValueError, match=r'Convert it first: model = ba\.bayesianize\(model, ba\.AttentionConfig\("BAM-NOKL"\)'
+    ):
+        ba.tune_noise(model, labeled(model, ba.AttentionConfig("BAM-NOKL"), count=1), quiet=True)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"method": "closed"}, "method must be one of 'draws', 'closed-form', got 'closed'"),
         ({"risk": 0.1}, "needs method='closed-form'"),
+        ({"method": "closed-form", "risk": 5}, "risk must be from 0 to 1, got 5"),
         ({"method": "closed-form", "per_layer": True}, "fits one scale"),
-        ({"method": "closed-form", "risk": 1e-6}, "target_error is 1e-06"),
+        (
+            {"method": "closed-form", "risk": 1e-6},
+            r"^risk is 1e-06, but these 32 predictions ",
+        ),
     ],
 )
 def test_wrong_options_are_refused_and_the_model_stays(options, match, monkeypatch):
