@@ -17,8 +17,9 @@ from bayesattn.metrics.significance import student_t_two_sided
 class Doubt:
     """A number per example, its standard deviation under attention noise, and where that comes from.
 
-    The variance is a sum over all scores of all attention calls, so its parts add up to `std²`. They are empty where
-    the deviation comes from draws.
+    The variance is a sum over all scores of all attention calls, so its parts add up to `std²`, except `by_token` of an
+    encoder-decoder in `ba.score`: it leaves out the decoder's attention to its own text. The parts are empty where the
+    deviation comes from draws.
 
     Attributes:
         value: The number d, of the model as it is.
