@@ -173,3 +173,10 @@ def test_unknown_classes_are_found_by_fit(data):
     classifier = DoubtClassifier(model)
     assert not hasattr(classifier, "classes_")
     assert classifier.fit(X, np.zeros(N, dtype=int)).classes_.tolist() == [0, 1, 2]
+
+
+def test_models_with_several_labels_per_text_are_refused():
+    model = small_classifier()
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match="multi_label_classification"):
+        DoubtClassifier(model, small_tokenizer()).predict_proba(TEXTS)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesattn.doubt import uncertainty
+from bayesattn.doubt.targets import require_exclusive_classes
 from bayesattn.doubt.texts import check_texts, token_limit
 from bayesattn.modes import evaluating
 from bayesattn.optional import needs_extra
@@ -101,6 +102,7 @@ class DoubtClassifier(ClassifierMixin, BaseEstimator):
         return torch.cat(found).numpy() if found else np.zeros(0)
 
     def _logits(self, X: Any) -> Tensor:
+        require_exclusive_classes(self.model)
         found = []
         for batch in self._batches(X):
             args, kwargs = as_arguments(batch)
