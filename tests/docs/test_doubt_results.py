@@ -77,6 +77,22 @@ def test_tables_are_those_of_the_files():
         assert found in ELSEWHERE
 
 
+def test_the_second_encoder_says_what_its_file_says():
+    rows = table.read_rows(FOLDER / "doubt-minilm.csv")
+    assert table.task_table(rows, [FLAGSHIP, ENSEMBLE]) in PAGE
+    pooled = {row.ranking: row for row in table.pool(rows)}
+    found = pooled[FLAGSHIP]
+    change, low, high = (f"{100 * end:+.1f}".replace("-", "−") for end in (found.change, found.low, found.high))
+    counts = f"in {found.lower_runs} of {found.num_runs} models"
+    assert f"lowers AURC by {change.removeprefix('−')} % ({low} to {high}), {counts}" in SAID
+    assert f"(p = {found.p_value:.3f} over models after Holm; over three tasks, p = {found.p_tasks:.2f})" in SAID
+    controls = sorted(100 * row.change for name, row in pooled.items() if name.startswith("control"))
+    assert f"between −{-controls[-1]:.1f} and −{-controls[0]:.1f} %" in SAID
+    assert all(row.p_value > 0.05 for name, row in pooled.items() if name.startswith("last-layer Laplace"))
+    overview = " ".join((FOLDER / "README.md").read_text(encoding="utf-8").split())
+    assert f"and {-100 * found.change:.0f} % over nine of another (p = {found.p_value:.3f})" in overview
+
+
 def test_rankings_that_the_table_leaves_out_are_in_the_pooled_file():
     with (FOLDER / "doubt-pooled.csv").open(encoding="utf-8") as file:
         assert [row["ranking"] for row in csv.DictReader(file)] == list(POOLED)
