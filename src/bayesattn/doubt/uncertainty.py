@@ -74,8 +74,7 @@ def uncertainty(
     check_choice("method", method, ("closed-form", "draws", "linearized"))
     check_count("num_samples", num_samples, least=2)
     check_count("num_classes", num_classes, least=2)
-    if isinstance(target, str) and target == "margin":
-        require_exclusive_classes(model)
+    _check_margin(model, target)
     if nodes is not None:
         target, output = _of_nodes(nodes, target, output)
     inputs = _without_labels(model, inputs, target)
@@ -107,6 +106,11 @@ def uncertainty(
         result["differences"] = torch.stack(values[: num_classes - 1], dim=1)
         result["covariance"] = _covariance(variances, num_classes)
     return _result(settled[0], num_samples, **result)
+
+
+def _check_margin(model: nn.Module, target: Target) -> None:
+    if isinstance(target, str) and target == "margin":
+        require_exclusive_classes(model)
 
 
 def _without_labels(model: nn.Module, inputs: Any, target: Target) -> Any:
