@@ -220,7 +220,7 @@ def predict(
         values = {name: repeated(v, axes[name], count) if name in axes else v for name, v in arguments.items()}
         return found(model(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs}))
 
-    devices = _gpus(model, arguments.values())
+    devices = _devices(model, arguments.values())
     with one_thread(model), evaluating(model), sampling(model, dropout=dropout), seeded(seed, devices):
         if batch == 0 or dropout:
             logits = torch.stack([forward(1) for _ in range(num_samples)])
@@ -235,10 +235,14 @@ _generators = threading.RLock()
 
 
 @contextmanager
-def seeded(seed: int | None, gpus: list[torch.device]) -> Iterator[None]:
+def seeded(seed: int | None, devices: Iterable[torch.device]) -> Iterator[None]:
     """Seed torch's generators, which belong to the process, and restore them afterwards; None leaves them alone.
 
     Other threads that seed wait until the scope ends.
+
+    Args:
+        seed: The seed.
+        devices: The devices in use. The CPU's generator is always restored, a GPU's if it is among them.
 
     Example:
         >>> with seeded(3, []):
@@ -250,7 +254,7 @@ def seeded(seed: int | None, gpus: list[torch.device]) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with _generators, torch.random.fork_rng(gpus):
+    with _generators, torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         torch.manual_seed(seed)
         yield
 
@@ -269,9 +273,8 @@ def _draw_together(
     return torch.cat(draws)
 
 
-def _gpus(model: nn.Module, values: Iterable[Any]) -> list[torch.device]:
-    tensors = [*model.parameters(), *(value for value in values if isinstance(value, Tensor))]
-    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+def _devices(model: nn.Module, values: Iterable[Any]) -> set[torch.device]:
+    return {tensor.device for tensor in (*model.parameters(), *values) if isinstance(tensor, Tensor)}
 
 
 def as_arguments(inputs: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bayesattn.kl import record_kl
 from bayesattn.nn import MultiheadAttention
-from bayesattn.prediction import sampling
+from bayesattn.prediction import sampling, seeded
 
 
 @torch.no_grad()
@@ -50,9 +50,7 @@ def layer_maps(
     try:
         maps = {"mean": look()}
         if layer.config.is_stochastic:
-            device = maps["mean"].device
-            with sampling(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
+            with sampling(model), seeded(seed, [maps["mean"].device]):
                 drawn = torch.stack([look() for _ in range(max(num_samples, 2))])
             maps = {"mean": drawn.mean(dim=0) if mean_of_draws else maps["mean"], "std": drawn.std(dim=0)}
     finally:

@@ -11,7 +11,7 @@ from bayesattn import metrics
 from bayesattn.evaluation.measure import mean_logits
 from bayesattn.evaluation.runs import EdgeWeights, Predictions, SplitPredictions
 from bayesattn.evaluation.threads import one_thread
-from bayesattn.prediction import predict, sampling
+from bayesattn.prediction import predict, sampling, seeded
 from bayesattn.scalars import check_not_negative
 from bayesattn_recipes.common.prediction import PredictRun, drawing_methods
 from bayesattn_recipes.graph.config import GraphConfig
@@ -90,8 +90,7 @@ def edge_weights(
     inputs = whole_graph(graph)
     features = model.embed(inputs.x, inputs.edge_index)
     draws = []
-    with sampling(model), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with sampling(model), seeded(seed, [features.device]):
         for _ in range(num_samples):
             _, (_, weights) = model.output(features, inputs.output_edge_index, return_attention_weights=True)
             draws.append(weights.mean(dim=1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesattn.plots import plot_attention
 from bayesattn.plots.style import COLORS, LINES, MARKERS, legend, new_figure, plain
 from bayesattn.plots.style import title as set_title
+from bayesattn.prediction import seeded
 from bayesattn_recipes.common.figures import write_figure
 from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.translation.batches import make_batch
@@ -50,8 +51,7 @@ def attention_samples(
     batch = make_batch([source], [target])
     method, attention = usual_method(available_methods(model)), model.decoder.attention
     draws, prior = [], None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), drawing(model, method):
-        torch.manual_seed(seed)
+    with seeded(seed, [device]), drawing(model, method):
         for _ in range(num_samples):
             memory = model.encode(batch["source"].to(device), batch["source_lengths"])
             # for the weights behind a step's context, call the module once more with the same noise

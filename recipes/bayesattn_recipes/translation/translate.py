@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bayesattn.prediction import seeded
 from bayesattn_recipes.common.prediction import usual_method
 from bayesattn_recipes.translation.batches import Corpus, token_batches
 from bayesattn_recipes.translation.draws import (
@@ -110,9 +111,7 @@ def translate(
     sources = [[*tokens, END] for tokens in encoded]
     if not sources:
         return []
-    devices = [next(model.parameters()).device] if next(model.parameters()).is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    with seeded(seed, [next(model.parameters()).device]):
         best = decode(model, sources, beam=beam)
         sampled = decode_draws(model, sources, method, num_samples)
         found: list[Translation | None] = [None] * len(sources)

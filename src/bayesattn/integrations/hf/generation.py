@@ -125,8 +125,7 @@ def generate(
     # static caches make generate() compile the forward pass, which skips the hook that sets the position
     options = {"disable_compile": True, **generate_kwargs, "return_dict_in_generate": True, "output_logits": True}
     chunks = []
-    gpus = [device] if device.type == "cuda" else []
-    with one_thread(model), seeded(seed, gpus), evaluating(model):
+    with one_thread(model), seeded(seed, [device]), evaluating(model):
         seeds = torch.randint(0, 2**63 - 1, (num_samples, batch), generator=_generator(draw_seed()))
         for rows in seeds.split(chunk_size or num_samples):
             repeated = {name: _repeat(value, batch, rows.shape[0]) for name, value in inputs.items()}
