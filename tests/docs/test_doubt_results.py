@@ -90,7 +90,9 @@ def test_the_second_encoder_says_what_its_file_says():
     assert f"between −{-controls[-1]:.1f} and −{-controls[0]:.1f} %" in SAID
     assert all(row.p_value > 0.05 for name, row in pooled.items() if name.startswith("last-layer Laplace"))
     overview = " ".join((FOLDER / "README.md").read_text(encoding="utf-8").split())
-    assert f"and {-100 * found.change:.0f} % over nine of another (p = {found.p_value:.3f})" in overview
+    assert (
+        f"and {-100 * found.change:.0f} % over nine of another (p = {found.p_value:.3f} and {found.p_tasks:.2f})" in overview
+    )
 
 
 def test_rankings_that_the_table_leaves_out_are_in_the_pooled_file():

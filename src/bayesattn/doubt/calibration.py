@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from bayesattn import metrics
@@ -63,7 +63,7 @@ def fit_noise(
         best = min(tried, key=lambda value: tried[value])
         set_noise(parts.values(), field, best)
         correct = metrics.correct(probabilities, labels)
-        selector = None if risk is None else _threshold(t / deviations[best], correct, risk)
+        selector = None if risk is None else metrics.SelectivePredictor.for_error(t / deviations[best], correct, risk)
         result = NoiseTuning(
             parameter=field,
             values=dict.fromkeys(parts, best),
@@ -80,14 +80,6 @@ def fit_noise(
         raise
     progress.line("; ".join(row.strip() for row in str(result).splitlines()))
     return result
-
-
-def _threshold(t: Float[Tensor, " b"], correct: Bool[Tensor, " b"], risk: float) -> metrics.SelectivePredictor:
-    try:
-        return metrics.SelectivePredictor.for_error(t, correct, risk)
-    except ValueError as error:
-        # the caller knows this number by another name
-        raise ValueError(str(error).replace("target_error", "risk")) from None
 
 
 def _run(

@@ -67,8 +67,8 @@ def score(
     can_generate = getattr(model, "can_generate", None)
     if callable(can_generate) and not can_generate():
         raise ValueError(
-            f"{type(model).__name__} does not predict every token from those before it, so it gives a text no probability. "
-            "Use a causal or encoder-decoder language model"
+            f"{type(model).__name__}.can_generate() is False, as for a model that does not predict every token from those "
+            "before it and so gives a text no probability. Use a causal or encoder-decoder language model"
         )
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     arguments = {name: value for name, value in inputs.items() if name != "labels"}

@@ -134,7 +134,7 @@ def _span(outputs: Any, valid: Tensor | None) -> Number:
         raise ValueError(
             f"target is 'span', but the model returned {type(outputs).__name__}, which has no start_logits and end_logits"
         )
-    if valid is not None and valid.shape != outputs.start_logits.shape:
+    if not isinstance(valid, Tensor) or valid.shape != outputs.start_logits.shape:
         # a mask of another kind (packed sequences, entries of single queries) does not say where padding is
         valid = None
     scores = _span_scores(outputs, valid)

@@ -70,16 +70,16 @@ class NoiseTuning:
             return None
         if most in self.values.values():
             found = f"{self.parameter} = {most:g} is the most noise of all candidates"
-            deviation = from_deviation(most, self.parameter)
-            if self.method == "closed-form" and deviation > SMALL:
-                return (
-                    f"{found}, a log-noise with standard deviation {deviation:.3g}: beyond small noise, so use "
-                    "averaged_probabilities with it, not draws"
-                )
-            return f"{found}; more may be better: give candidates=[...]"
+            return found if self.is_large else f"{found}; more may be better: give candidates=[...]"
         if least in self.values.values():
             return f"{self.parameter} = {least:g} is the least noise of all candidates: the data ask for hardly any"
         return None
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the closed form chose noise that is not small, so that draws with it are other than the probabilities."""
+        deviation = max(from_deviation(value, self.parameter) for value in self.values.values())
+        return self.method == "closed-form" and deviation > SMALL
 
     def __str__(self) -> str:
         chosen = sorted(set(self.values.values()))
@@ -87,8 +87,10 @@ class NoiseTuning:
             f"{name:>6}  {getattr(self.before, name):.4f} → {getattr(self.after, name):.4f}"
             for name in ("nll", "ece", "aurc")
         ]
-        edge = [] if self.at_edge is None else [self.at_edge]
-        return "\n".join([f"{self.parameter}: {', '.join(f'{value:g}' for value in chosen)}", *rows, *edge])
+        notes = [] if self.at_edge is None else [self.at_edge]
+        if self.is_large:
+            notes.append("this noise is not small: use averaged_probabilities with it, not draws")
+        return "\n".join([f"{self.parameter}: {', '.join(f'{value:g}' for value in chosen)}", *rows, *notes])
 
 
 def set_noise(parts: Iterable[BayesianModule], field: str, value: float) -> None:

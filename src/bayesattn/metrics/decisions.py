@@ -143,7 +143,7 @@ class SelectivePredictor:
             report = _report(answered[best], correct, level)
             return cls(threshold, "error", target_error, float(bounds[best]), level, report)
         raise ValueError(
-            f"target_error is {target_error}, but these {n} predictions at level {level} can promise no error below "
+            f"an error of {target_error} is asked for, but these {n} predictions at level {level} can promise none below "
             f"{float(bounds.min()):.4g}. Use more validation data, a better model or a lower level"
         )
 

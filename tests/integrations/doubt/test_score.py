@@ -110,6 +110,13 @@ def test_prompt_and_answer_of_one_length_are_told_apart():
     assert (result.by_token[1, 5:] == 0).all()
 
 
+def test_models_that_see_the_whole_text_are_refused():
+    model = hf.BertForMaskedLM(hf.BertConfig(**DECODER))
+    ids = torch.randint(3, VOCABULARY, (B, N))
+    with pytest.raises(ValueError, match=r"BertForMaskedLM\.can_generate\(\) is False.*causal or encoder-decoder"):
+        ba.score(model, {"input_ids": ids}, ids)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -1,5 +1,6 @@
 """tune_noise in closed form: the scale that the labels ask for, one pass over the data, a threshold with a guarantee."""
 
+import dataclasses
 import math
 
 import pytest
@@ -78,20 +79,25 @@ def test_threshold_keeps_its_promise_on_its_data():
 
 
 @pytest.mark.parametrize(("variant", "field"), [("BAM-NOKL", "weibull_k"), ("BAM-LF", "sigma_q")])
-def test_the_end_of_the_grid_is_said_to_be_beyond_small_noise(variant, field):
+def test_noise_that_is_not_small_is_said_to_be_none_for_draws(variant, field):
     model = build()
     ids = torch.randint(3, 61, (32, 7), generator=torch.Generator().manual_seed(2))
     # every text has both labels, which asks for all noise there is
     data = [{"input_ids": ids, "labels": torch.full((32,), label)} for label in (0, 1)]
     ba.bayesianize(model, ba.AttentionConfig(variant))
     result = ba.tune_noise(model, data, method="closed-form", quiet=True)
-    assert str(result).endswith(
-        f"{field} = {next(iter(result.values.values())):g} is the most noise of all candidates, a log-noise with "
-        "standard deviation 31.6: beyond small noise, so use averaged_probabilities with it, not draws"
-    )
+    note = "this noise is not small: use averaged_probabilities with it, not draws"
+    chosen = next(iter(result.values.values()))
+    assert str(result).endswith(f"{field} = {chosen:g} is the most noise of all candidates\n{note}")
+    # also away from the end of the grid
+    middle = 3.0 if variant == "BAM-LF" else 0.3
+    inner = dataclasses.replace(result, values=dict.fromkeys(result.values, middle))
+    assert inner.at_edge is None
+    assert str(inner).endswith(note)
     small = [0.02, 0.03] if variant == "BAM-LF" else [50.0, 40.0]
     few = ba.tune_noise(model, data, method="closed-form", candidates=small, quiet=True)
     assert few.at_edge is not None
+    assert not few.is_large
     assert few.at_edge.endswith("is the most noise of all candidates; more may be better: give candidates=[...]")
 
 
@@ -112,7 +118,7 @@ def test_a_plain_model_is_told_to_convert_without_new_parameters():
         ({"method": "closed-form", "per_layer": True}, "fits one scale"),
         (
             {"method": "closed-form", "risk": 1e-6},
-            r"^risk is 1e-06, but these 32 predictions ",
+            r"^an error of 1e-06 is asked for, but these 32 predictions ",
         ),
     ],
 )

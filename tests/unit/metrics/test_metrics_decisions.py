@@ -81,7 +81,7 @@ def test_report_on_new_data_counts_and_brackets():
 
 def test_targets_out_of_reach_are_errors_that_say_what_would_do():
     confidence, correct = _case(53)
-    with pytest.raises(ValueError, match=r"target_error is 0.001, but .* can promise no error below 0\.\d+"):
+    with pytest.raises(ValueError, match=r"an error of 0\.001 is asked for, but .* can promise none below 0\.\d+"):
         SelectivePredictor.for_error(confidence, correct, 0.001)
     # with n draws even the lowest threshold promises no more than level-quantile of their minimum: 0.05^(1/53)
     with pytest.raises(ValueError, match=r"target_coverage is 0.99, but .* can promise at most 0\.945"):
