@@ -5,11 +5,11 @@
     run_backward(d, calls)
     squares = [call.squares for call in calls]     # None where d does not depend on the call
 
-Each call of a Bayesian module adds a `Call` (ALBERT runs one module twelve times). Its scores or its output passes through
-an identity with a second input, the anchor: a zero that all calls of the scope share and that is not a parameter. In the
-backward pass, the identity's gradient gives Σ_i (∂d/∂Φ_ij)², one value per example, head and key. The forward pass is thus
-bit-identical to the model's own, one backward pass through the activations serves all layers, and parameters need no
-gradient.
+Each call of a Bayesian module adds a `Call` (ALBERT runs one module twelve times). From the gradient of its output, or of
+its scores where they are given, follows Σ_i (∂d/∂Φ_ij)², one value per example, head and key. Scores, and the first output,
+which would need no gradient, pass through an identity with a second input, the anchor: a zero that all calls of the scope
+share and that is not a parameter. The forward pass is thus bit-identical to the model's own, one backward pass through the
+activations serves all layers, and parameters need no gradient.
 
 The nodes of a graph depend on each other, so one backward pass cannot separate their squares. On edges each call has its own
 anchor, which is added to the scores. Its gradient is theirs, for one number at a time; or it has a direction, and forward
@@ -45,7 +45,6 @@ class Call:
         shape: Examples, heads and keys, for dense attention.
         squares: Σ_i (∂d/∂Φ_ij)² from the last backward pass; None if it did not reach the call.
         attention: Inputs of the squares of a dot-product attention, except the gradient of its output.
-        grad_output: That gradient, kept until the squares of calls of one kind are computed together.
     """
 
     module: nn.Module
@@ -54,7 +53,6 @@ class Call:
     shape: tuple[int, ...] = ()
     squares: Float[Tensor, "b h n"] | None = None
     attention: ScoreGradients | None = None
-    grad_output: Float[Tensor, "b h m dv"] | None = None
 
 
 @contextmanager
@@ -77,16 +75,14 @@ def score_sensitivity(direction: Callable[[nn.Module, Tensor], Tensor] | None = 
 def run_backward(number: Float[Tensor, " b"], calls: Sequence[Call], *, retain_graph: bool = False) -> None:
     """Run one backward pass from the sum of the numbers, and compute the squares of each call that it reaches."""
     for call in calls:
-        call.squares = call.grad_output = None
-    torch.autograd.grad(number.sum(), calls[0].anchor, allow_unused=True, retain_graph=retain_graph)
-    reached = [
-        (call, call.attention, call.grad_output)
-        for call in calls
-        if call.attention is not None and call.grad_output is not None
-    ]
-    found = squares_of_calls([(attention, grad) for _, attention, grad in reached])
-    for (call, _, _), squares in zip(reached, found, strict=True):
-        call.squares, call.grad_output = squares, None
+        call.squares = None
+    # by the outputs themselves: an autograd function at every call would cost the host more than its squares
+    dense = [(call, call.attention) for call in calls if call.attention is not None and call.attention.output.requires_grad]
+    wanted = [calls[0].anchor, *(attention.output for _, attention in dense)]
+    _, *grads = torch.autograd.grad(number.sum(), wanted, allow_unused=True, retain_graph=retain_graph)
+    reached = [(call, (attention, grad)) for (call, attention), grad in zip(dense, grads, strict=True) if grad is not None]
+    for (call, _), squares in zip(reached, squares_of_calls([inputs for _, inputs in reached]), strict=True):
+        call.squares = squares
 
 
 def is_open() -> bool:
@@ -128,8 +124,9 @@ def through_attention(
     heads come after its queries. `options` are mask, bias, scale and so on, as for `squared_score_gradients`.
     """
     call = _new_call(module, (*query.shape[:3], key.shape[2]))
+    output = output if output.requires_grad else _Differentiable.apply(output, _local.anchor)
     call.attention = ScoreGradients(query, key, value, output, heads_last, **options)
-    return _ThroughAttention.apply(output, _local.anchor, call)
+    return output
 
 
 def _new_call(module: nn.Module, shape: tuple[int, ...]) -> Call:
@@ -154,20 +151,14 @@ class _ThroughScores(torch.autograd.Function):
         return grad, None, None
 
 
-class _ThroughAttention(torch.autograd.Function):
-    """Identity on an attention output; its backward stores the squares in the call, or the gradient to compute them from."""
+class _Differentiable(torch.autograd.Function):
+    """Identity whose result has a gradient, because the anchor has one."""
 
     @staticmethod
-    def forward(ctx, output: Tensor, anchor: Tensor, call: Call) -> Tensor:
-        ctx.call = call
-        return output.view_as(output)
+    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        call = ctx.call
-        if call.attention.kind(grad) is None:
-            call.squares = call.attention.squares(grad)
-        else:
-            call.grad_output = grad
-        return grad, None, None
+        return None, None

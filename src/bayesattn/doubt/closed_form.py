@@ -158,7 +158,10 @@ def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, s
     require_number(number)
     run_backward(number, calls, retain_graph=not is_last)
     if all(call.squares is None for call in calls):
-        raise ValueError("target does not depend on the attention, only on inputs that need a gradient themselves")
+        raise ValueError(
+            "no gradient of the target arrived at any attention call: it depends only on inputs that need a gradient "
+            "themselves, or on quantized layers, which pass no gradient. Use the model in float32"
+        )
     squares = [number.new_zeros(call.shape) if call.squares is None else call.squares for call in calls]
     levels = [log_noise_variance(call.module.config) for call in calls]  # type: ignore[arg-type]
     alike = _stacked(squares) if len(set(levels)) == 1 else None

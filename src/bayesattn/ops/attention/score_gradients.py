@@ -76,14 +76,10 @@ class ScoreGradients:
                     "computed. Replace the in-place operation in the model by one that returns a new tensor"
                 )
 
-    def squares(self, grad_output: Tensor) -> Float[Tensor, "b h n"]:
-        """Return Σ_i dΦ_ij² for a gradient of the output."""
-        return _of_alike([self], [grad_output])
-
     def kind(self, grad_output: Tensor) -> tuple | None:
         """Return a key shared by calls that torch computes as one batch, or None for a call that is computed alone.
 
-        Calls with a kernel are not batched: their one or two launches are hidden behind the rest of the backward pass.
+        Calls with a kernel are not batched: copying their inputs takes longer than one or two launches.
         """
         is_large = self.query.numel() > LARGEST_OF_MANY or self.key.numel() > LARGEST_OF_MANY
         has_rows = self.mask is not None and (self.mask.ndim != 4 or self.mask.shape[2] > 1)
@@ -95,6 +91,7 @@ class ScoreGradients:
         return *facts, self.heads_last, mask, self.is_causal, self.scale, self.softcap
 
 
+@torch.no_grad()
 def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b _ _ dv"]]]) -> list[Float[Tensor, "b h n"]]:
     """Return Σ_i dΦ_ij² of attention calls, given with the gradients of their outputs.
 
@@ -113,7 +110,6 @@ def squares_of_calls(calls: Sequence[tuple[ScoreGradients, Float[Tensor, "b _ _ 
     return [found[place] for place in range(len(calls))]
 
 
-@torch.no_grad()
 def _of_alike(calls: Sequence[ScoreGradients], grads: Sequence[Tensor]) -> Float[Tensor, "cb h n"]:
     """Return the squares of calls of one kind, concatenated along the batch."""
     for call in calls:
@@ -126,7 +122,8 @@ def _of_alike(calls: Sequence[ScoreGradients], grads: Sequence[Tensor]) -> Float
         grad, output = grad.transpose(1, 2), output.transpose(1, 2)
     if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 and len(calls) > 1:
         mask = mask.repeat(len(calls), 1, 1, 1)
-    return squared_score_gradients(
+    find = _by_kernels if first.has_kernel else _by_torch
+    return find(
         grad, query, key, value, output, first.log_sum_exp,
         mask=mask, bias=first.bias, is_causal=first.is_causal, scale=first.scale, softcap=first.softcap,
     )  # fmt: skip
@@ -154,11 +151,19 @@ def squared_score_gradients(
     ln Σ_j exp Φ_ij, recomputed if it was not kept (`kept_log_sum_exp`). Other arguments are as in
     `statistics.row_statistics`.
     """
-    options = {"mask": _with_four_axes(mask), "bias": _with_four_axes(bias), "is_causal": is_causal}
-    options |= {"scale": scale, "softcap": softcap}
-    if output is None or why_not_kernel(query, key, value):
-        with without_autocast(query.device.type):
-            return _in_blocks(grad_output, query, key, value, **options)
+    find = _by_torch if output is None or why_not_kernel(query, key, value) else _by_kernels
+    options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
+    return find(grad_output, query, key, value, output, log_sum_exp, **options)
+
+
+def _by_torch(grad_output, query, key, value, _output, _log_sum_exp, *, mask, bias, **options) -> Float[Tensor, "b h n"]:
+    mask, bias = _with_four_axes(mask), _with_four_axes(bias)
+    with without_autocast(query.device.type):
+        return _in_blocks(grad_output, query, key, value, mask=mask, bias=bias, **options)
+
+
+def _by_kernels(grad_output, query, key, value, output, log_sum_exp, *, mask, bias, **options) -> Float[Tensor, "b h n"]:
+    # imported here, because a machine without a GPU need not have triton
     from bayesattn.ops.attention import score_gradients_triton
 
     tensors = [grad_output, query, key, value, output]
@@ -166,6 +171,7 @@ def squared_score_gradients(
         # under autocast a gradient, or a query after a rotary embedding, may have another dtype than the rest
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors[:4]))
         tensors = [x.to(dtype) for x in tensors]
+    options |= {"mask": _with_four_axes(mask), "bias": _with_four_axes(bias)}
     return score_gradients_triton.squared_score_gradients(*tensors, log_sum_exp=log_sum_exp, **options)
 
 
@@ -263,8 +269,14 @@ def _in_blocks(
         weights = masked_softmax(scores, allowed)
         # P ⊙ (dP − δ) in one pass, by the operator behind autograd's softmax
         grads = torch.ops.aten._softmax_backward_data(_product(grad_output[part], value_t[keys]), weights, -1, weights.dtype)
-        total[keys] += grads.square_().sum(dim=-2)
+        total[keys] += _sum_of_squares(grads)
     return total if valid is None else total.masked_fill_(~valid, 0.0)
+
+
+def _sum_of_squares(grads: Float[Tensor, "b h m n"]) -> Float[Tensor, "b h n"]:
+    """Return the sum over queries; `grads` may be overwritten."""
+    # a GPU reads each entry once for a norm, and three times otherwise; a CPU takes four times as long for a norm
+    return torch.linalg.vector_norm(grads, dim=-2).square_() if grads.is_cuda else grads.square_().sum(dim=-2)
 
 
 def _product(

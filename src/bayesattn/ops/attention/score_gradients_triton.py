@@ -18,6 +18,7 @@ from bayesattn.ops.attention.launch import (
 )
 from bayesattn.ops.attention.score_gradient_kernels import score_columns_kernel, score_rows_kernel
 from bayesattn.ops.common.launch import Launch, prepared
+from bayesattn.ops.common.tape import Tape
 
 # with more keys than this, recomputing δ for every block of keys takes longer than one more launch
 MOST_KEYS = 1024
@@ -49,18 +50,27 @@ def squared_score_gradients(
         lse, delta = query.new_empty((2, b, h, m), dtype=torch.float32)
     elif key.shape[2] > MOST_KEYS:
         delta = query.new_empty((b, h, m), dtype=torch.float32)
-    layouts = map(layout, (query, key, value, output, grad_output, mask, bias, lse))
-    rows, columns = _launches(*layouts, log_sum_exp is not None, delta is not None, is_causal, scale, softcap)
-    # kernels offset pointers before checking the switches, so none may be absent
-    optional = (query if mask is None else mask, query if bias is None else bias)
-    delta = lse if delta is None else delta
-    if rows is not None:
-        rows(query, key, output, grad_output, *optional, lse, delta)
-    columns(query, key, value, output, grad_output, *optional, lse, delta, squares)
+    arrays = (query, key, value, output, grad_output, mask, bias, lse, delta, squares)
+    kind = (*map(layout, arrays[:8]), log_sum_exp is not None, delta is not None, is_causal, scale, softcap)
+    tape = _tape(kind)
+    if not tape.replay(arrays):
+        rows, columns = _launches(*kind)
+        # kernels offset pointers before checking the switches, so none may be absent
+        optional = (query if mask is None else mask, query if bias is None else bias)
+        delta = lse if delta is None else delta
+        with tape.recording(arrays):
+            if rows is not None:
+                rows(query, key, output, grad_output, *optional, lse, delta)
+            columns(query, key, value, output, grad_output, *optional, lse, delta, squares)
     return squares
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _tape(kind: tuple) -> Tape:
+    """Return the tape of one kind of call: the layers of a model, and its batches of one length, share it."""
+    return Tape()
+
+
 def _launches(
     query: Layout,
     key: Layout,
