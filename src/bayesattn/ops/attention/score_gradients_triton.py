@@ -51,10 +51,12 @@ def squared_score_gradients(
     elif key.shape[2] > MOST_KEYS:
         delta = query.new_empty((b, h, m), dtype=torch.float32)
     arrays = (query, key, value, output, grad_output, mask, bias, lse, delta, squares)
-    kind = (*map(layout, arrays[:8]), log_sum_exp is not None, delta is not None, is_causal, scale, softcap)
-    tape = _tape(kind)
+    layouts = tuple(map(layout, arrays[:8]))
+    options = {"is_given": log_sum_exp is not None, "has_delta": delta is not None}
+    options |= {"is_causal": is_causal, "scale": scale, "softcap": softcap}
+    tape = _tape(layouts, tuple(options.values()))
     if not tape.replay(arrays):
-        rows, columns = _launches(*kind)
+        rows, columns = _launches(*layouts, **options)
         # kernels offset pointers before checking the switches, so none may be absent
         optional = (query if mask is None else mask, query if bias is None else bias)
         delta = lse if delta is None else delta
@@ -66,7 +68,7 @@ def squared_score_gradients(
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _tape(kind: tuple) -> Tape:
+def _tape(layouts: tuple[Layout | None, ...], options: tuple) -> Tape:
     """Return the tape of one kind of call: the layers of a model, and its batches of one length, share it."""
     return Tape()
 
@@ -80,6 +82,7 @@ def _launches(
     mask: Layout | None,
     bias: Layout | None,
     lse: Layout,
+    *,
     is_given: bool,
     has_delta: bool,
     is_causal: bool,
