@@ -367,14 +367,21 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(fused.attention_forward, (*tensors, *options))
 
 
-@pytest.mark.parametrize("has_prior", [True, False])
+@pytest.mark.parametrize("prior_kind", ["fixed", "given", "network"])
 @pytest.mark.parametrize("has_valid", [True, False])
-def test_the_one_node_passes_opcheck(has_prior, has_valid):
-    tensors = [torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)]
-    prior = torch.randn(2, 2, 1, 5, device=DEVICE).log_softmax(-1).requires_grad_() if has_prior else None
+def test_the_one_node_passes_opcheck(prior_kind, has_valid):
+    # a network needs a key head per query head
+    key_heads, prior, weights = 2 if prior_kind == "network" else 1, None, [None] * 4
+    tensors = [torch.randn(2, heads, 5, 16, device=DEVICE, requires_grad=True) for heads in (2, key_heads, key_heads)]
+    if prior_kind == "given":
+        prior = torch.randn(2, 2, 1, 5, device=DEVICE).log_softmax(-1).requires_grad_()
+    elif prior_kind == "network":
+        shapes = [(1, 16, 3), (1, 1, 3), (1, 3, 1), (1, 1, 1)]
+        weights = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
     valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2], device=DEVICE)[:, None, None] if has_valid else None
     options = ([2.0, 0.3, 0.5, 0.5, 0.25, 0.1], "beta_psi log_softmax row_mean", has_valid, 3 if has_valid else None)
-    torch.library.opcheck(weibull_node.weibull_forward, (*tensors, prior, valid, torch.tensor(3, device=DEVICE), *options))
+    inputs = (*tensors, prior, *weights, prior_kind == "network", valid, torch.tensor(3, device=DEVICE))
+    torch.library.opcheck(weibull_node.weibull_forward, (*inputs, *options))
 
 
 @pytest.mark.parametrize("has_padding", [False, True])

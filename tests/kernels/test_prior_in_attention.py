@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, needs_gpu
+from torch._dynamo.backends.common import aot_autograd
 
 import bayesattn as ba
 from bayesattn.functional import attention
@@ -86,6 +88,36 @@ def test_a_backend_without_kernels_computes_it_itself():
         attention(query, key, value, log_prior=prior.fused(key), **options),
         attention(query, key, value, log_prior=prior(key), **options),
     )
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_compiler_gets_prior_and_attention_as_one_operator(padded, detach):
+    config = ba.AttentionConfig("BAM-WC", detach_keys=detach)
+    torch.manual_seed(3)
+    prior = ContextualPrior(16, 2, config).to(DEVICE)
+    inputs = [torch.randn(2, 37, 2, 16, device=DEVICE).transpose(1, 2).detach().requires_grad_() for _ in range(3)]
+    mask = torch.arange(37, device=DEVICE).expand(2, 1, 1, 37) < torch.tensor([37, 29], device=DEVICE)[:, None, None, None]
+    operators = []
+
+    def loss(query, key, value):
+        options = {"mask": mask if padded else None, "seed": 7, "backend": "triton"}
+        log_prior = prior.fused(key, mask[:, :, 0] if padded else None)
+        output, kl = attention(query, key, value, config=config, log_prior=log_prior, **options)
+        return output.square().sum() + 0.3 * kl.sum()
+
+    def noting(graph, _):
+        operators.extend(str(node.target) for node in graph.graph.nodes if "bayesattn" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    leaves = [*inputs, *prior.parameters()]
+    expected = torch.autograd.grad(loss(*inputs), leaves)
+    found = torch.autograd.grad(
+        torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=noting))(*inputs), leaves
+    )
+    assert operators == ["bayesattn.weibull_forward.default", "bayesattn.weibull_backward.default"]
+    compare(found, expected, torch.float32)
 
 
 @needs_gpu

@@ -46,6 +46,7 @@ from bayesattn.ops.attention.launch import (
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull_node import is_one_node, weibull_attention
 from bayesattn.ops.common.launch import prepared
+from bayesattn.ops.common.operators import operator
 from bayesattn.ops.common.tape import Tape
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import KeyPrior
@@ -185,8 +186,7 @@ def _forward(
     return out, lse, clean, columns, first, second, sums
 
 
-@torch.library.custom_op("bayesattn::attention_forward", mutates_args=())
-def attention_forward(
+def _forward_as_operator(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mu: Tensor | None, seed: Tensor, weibull: bool,
     strength: float, scale: float, dropout: float, causal: bool, window: int | None, need_lse: bool,
     need_columns: bool,
@@ -197,8 +197,9 @@ def attention_forward(
     return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in results)  # type: ignore[return-value]
 
 
-@attention_forward.register_fake
-def _(query, key, value, mask, mu, seed, weibull, strength, scale, dropout, causal, window, need_lse, need_columns):
+def _fake_forward(
+    query, key, value, mask, mu, seed, weibull, strength, scale, dropout, causal, window, need_lse, need_columns
+):
     (b, h, m, _), n = query.shape, key.shape[2]
 
     def rows(needed: bool) -> Tensor:
@@ -279,11 +280,7 @@ def _backward(
     return finished(grad_query, query), grad_key, grad_value, grad_mu
 
 
-attention_backward = torch.library.custom_op("bayesattn::attention_backward", _backward, mutates_args=())
-
-
-@attention_backward.register_fake
-def _(
+def _fake_backward(
     grad,
     grad_lse,
     grad_columns,
@@ -303,6 +300,9 @@ def _(
 ):
     grad_mu = lse.new_empty((*query.shape[:2], 1, key.shape[2]) if mu is not None else 0)
     return *like_gradients(query, key, value), grad_mu
+
+
+attention_backward = operator("attention_backward", _backward, fake=_fake_backward)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -333,6 +333,11 @@ def _operator_backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_firs
     return _gradients(ctx, attention_backward, grad, grad_lse, grad_columns, grad_first, grad_second)
 
 
+attention_forward = operator(
+    "attention_forward", _forward_as_operator, fake=_fake_forward, keep=_setup_context, differentiate=_operator_backward
+)
+
+
 class _FusedAttention(torch.autograd.Function):
     """The forward and backward pass of `attention_forward`, without the operator's dispatch."""
 
@@ -346,6 +351,3 @@ class _FusedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _grad_noisy, grad_lse, grad_columns, grad_first, grad_second, _grad_sums):
         return _gradients(ctx, _backward, grad, grad_lse, grad_columns, grad_first, grad_second)
-
-
-attention_forward.register_autograd(_operator_backward, setup_context=_setup_context)

@@ -20,10 +20,11 @@ from bayesattn.ops.attention.launch import (
 )
 from bayesattn.ops.attention.masking import Allowed
 from bayesattn.ops.attention.weibull import Divergence, Plan, Problem, kept_arrays, plan_of, run_backward, run_forward
+from bayesattn.ops.common.operators import operator
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior import launch as prior_launch
 from bayesattn.ops.prior.nodes import KeyPrior
-from bayesattn.ops.prior.triton import unflatten
+from bayesattn.ops.prior.triton import split_like, unflatten
 
 # the KL kernel multiplies four numbers of the size of α (Ψ or βΨ), which must not overflow
 LARGEST_ALPHA = 1e6
@@ -61,18 +62,20 @@ def weibull_attention(
     b, _, _, n = allowed.shape
     valid = None if allowed.mask is None else allowed.mask.expand(b, 1, 1, n).contiguous()
     divergence, band = Divergence.of(config), Band(allowed.is_causal, allowed.window)
-    if torch.compiler.is_compiling():
-        log_prior = log_prior.log_prior() if isinstance(log_prior, KeyPrior) else log_prior
-        prior = None if log_prior is None else log_prior.expand(b, query.shape[1], 1, n).contiguous()
-        numbers, forms = [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
-        out, kl, _ = weibull_forward(query, key, value, prior, valid, seed, numbers, forms, *band)
-        return out, kl
-    kind = Kind(band, divergence, Noise(True, strength, dropout, seed.ndim > 0), scale)
     if isinstance(log_prior, KeyPrior) and n > prior_launch.MANY_KEYS:
         log_prior = log_prior.log_prior()
     if isinstance(log_prior, KeyPrior):
-        return run(query, key, value, None, log_prior.weights, not log_prior.is_detached, valid, seed, kind)
-    return run(query, key, value, log_prior, _NO_WEIGHTS, False, valid, seed, kind)
+        prior, weights, need_prior_key = None, log_prior.weights, not log_prior.is_detached
+    else:
+        prior, weights, need_prior_key = log_prior, _NO_WEIGHTS, False
+    if torch.compiler.is_compiling():
+        prior = None if prior is None else prior.expand(b, query.shape[1], 1, n).contiguous()
+        numbers, forms = [*divergence[:3], strength, scale, dropout], " ".join(divergence[3:])
+        inputs = (query, key, value, prior, *weights, need_prior_key, valid, seed)
+        out, kl, _ = weibull_forward(*inputs, numbers, forms, *band)
+        return out, kl
+    kind = Kind(band, divergence, Noise(True, strength, dropout, seed.ndim > 0), scale)
+    return run(query, key, value, prior, weights, need_prior_key, valid, seed, kind)
 
 
 _NO_WEIGHTS = (None,) * 4
@@ -132,7 +135,7 @@ class _WeibullAttention(torch.autograd.Function):
         query, key, value = aligned(query), aligned(key), aligned(value)
         prior, weights = None, ()
         if w_in is not None:
-            weights = (w_in.contiguous(), b_in.contiguous(), w_out.contiguous(), b_out.contiguous())
+            weights = _weights(w_in, b_in, w_out, b_out)
         elif log_prior is not None:
             prior = log_prior.expand(*query.shape[:2], 1, key.shape[2])
             prior = prior if prior.stride(-1) == 1 else prior.contiguous()
@@ -163,12 +166,16 @@ class _WeibullAttention(torch.autograd.Function):
         return *grads, grad_prior, *to_weights, *([None] * 5)
 
 
-@torch.library.custom_op("bayesattn::weibull_forward", mutates_args=())
-def weibull_forward(
+def _forward_as_operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     prior: Tensor | None,
+    w_in: Tensor | None,
+    b_in: Tensor | None,
+    w_out: Tensor | None,
+    b_out: Tensor | None,
+    need_prior_key: bool,
     valid: Tensor | None,
     seed: Tensor,
     numbers: list[float],
@@ -176,38 +183,45 @@ def weibull_forward(
     is_causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call `run_forward` as an operator for torch.compile, with `numbers` and `forms` as in `_problem_of`."""
-    inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    plan = plan_of(_problem_of(inputs, numbers, forms, Band(is_causal, window)))
-    return run_forward(plan, *inputs)  # type: ignore[call-issue]  (six inputs)
+    """Run `run_forward` on inputs as in `run`; `numbers` and `forms` are those of `_kind_of`."""
+    query, key, value = aligned(query), aligned(key), aligned(value)
+    weights = _weights(w_in, b_in, w_out, b_out)
+    kind = _kind_of(numbers, forms, Band(is_causal, window), seed)
+    plan = plan_for(query, key, value, prior, w_in, valid is not None, kind)
+    return run_forward(plan, query, key, value, prior, valid, seed, weights)
 
 
-def _problem_of(inputs: Sequence[Any], numbers: Sequence[float], forms: str, band: Band) -> Problem:
-    """Return the problem of the numbers (k, β, α, strength, scale, dropout) and the three forms of `Divergence`."""
+def _weights(*given: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the weights of a prior network as the kernels read them; nothing without a network."""
+    return tuple(x.contiguous() for x in given if x is not None)
+
+
+def _kind_of(numbers: Sequence[float], forms: str, band: Band, seed: Tensor) -> Kind:
+    """Return the options made of the numbers (k, β, α, strength, scale, dropout) and the three forms of `Divergence`."""
     weibull_k, gamma_beta, gamma_alpha, strength, scale, dropout = numbers
-    query, key, value, prior, valid, seed = inputs
-    layouts = layout(query), layout(key), layout(value), layout(prior)
-    noise = Noise(True, strength, dropout, seed.ndim > 0)
     divergence = Divergence(weibull_k, gamma_beta, gamma_alpha, *forms.split())
-    return Problem(*layouts, valid is not None, band, divergence, noise, scale)
+    return Kind(band, divergence, Noise(True, strength, dropout, seed.ndim > 0), scale)
 
 
-@weibull_forward.register_fake
-def _(query, key, value, prior, valid, seed, *numbers):
+def _fake_forward(query, key, value, prior, w_in, *options):
     b, _, m, _ = query.shape
-    arrays = kept_arrays(query.shape, key.shape[2])
+    arrays = kept_arrays(query.shape, key.shape[2], w_in is not None)
     kl, kept = (query.new_empty(size, dtype=torch.float32) for size in (b, arrays.total))
     return rows_first(query, m, value.shape[-1]), kl, kept
 
 
-@torch.library.custom_op("bayesattn::weibull_backward", mutates_args=())
-def weibull_backward(
+def _backward_as_operator(
     grad: Tensor,
     grad_kl: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     prior: Tensor | None,
+    w_in: Tensor | None,
+    b_in: Tensor | None,
+    w_out: Tensor | None,
+    b_out: Tensor | None,
+    need_prior_key: bool,
     valid: Tensor | None,
     seed: Tensor,
     out: Tensor,
@@ -217,33 +231,46 @@ def weibull_backward(
     is_causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call `run_backward` as an operator for torch.compile; without a prior, its gradient is empty."""
-    inputs = (*map(aligned, (query, key, value)), prior, valid, seed)
-    problem = _problem_of(inputs, numbers, forms, Band(is_causal, window))
-    *grads, grad_prior = run_backward(plan_of(problem), aligned(grad), grad_kl, inputs, queries_first(out), kept)
+    """Return the result of `run_backward`; the last gradient is empty if nothing needs it."""
+    inputs = (aligned(query), aligned(key), aligned(value), prior, valid, seed)
+    kind = _kind_of(numbers, forms, Band(is_causal, window), seed)
+    plan = plan_for(*inputs[:4], w_in, valid is not None, kind)
+    weights = _weights(w_in, b_in, w_out, b_out)
+    grad, out = aligned(grad), queries_first(out)
+    *grads, grad_prior = run_backward(plan, grad, grad_kl, inputs, out, kept, weights, need_prior_key)
     return *grads, grad_kl.new_empty(0) if grad_prior is None else grad_prior  # type: ignore[return-value]  (four tensors)
 
 
-@weibull_backward.register_fake
-def _(grad, grad_kl, query, key, value, prior, *options):
+def _fake_backward(grad, grad_kl, query, key, value, prior, w_in, b_in, w_out, b_out, *options):
     grads = like_gradients(query, key, value)
+    if w_in is not None:
+        return *grads, grad_kl.new_empty(sum(x.numel() for x in (w_in, b_in, w_out, b_out)))
     return *grads, grad_kl.new_empty(0 if prior is None else prior.shape)
 
 
+weibull_backward = operator("weibull_backward", _backward_as_operator, fake=_fake_backward)
+
+
 def _keep(ctx, inputs, output) -> None:
-    query, key, value, prior, valid, seed, *ctx.options = inputs
+    *tensors, ctx.need_prior_key, valid, seed, numbers, forms, is_causal, window = inputs
+    ctx.options = numbers, forms, is_causal, window
     out, _, kept = output
-    ctx.save_for_backward(query, key, value, prior, valid, seed, out, kept)
+    ctx.save_for_backward(*tensors, valid, seed, out, kept)
     ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, grad_kl, *_):
-    *inputs, out, kept = ctx.saved_tensors
+    *tensors, valid, seed, out, kept = ctx.saved_tensors
+    prior, *weights = tensors[3:]
     grad = torch.zeros_like(out) if grad is None else grad
     grad_kl = kept.new_zeros(len(out)) if grad_kl is None else grad_kl
-    *grads, grad_prior = weibull_backward(grad, grad_kl, *inputs, out, kept, *ctx.options)
-    return *grads, None if inputs[3] is None else grad_prior, *([None] * 6)
+    *grads, last = weibull_backward(grad, grad_kl, *tensors, ctx.need_prior_key, valid, seed, out, kept, *ctx.options)
+    to_weights = _NO_WEIGHTS if weights[0] is None else split_like(last, weights)
+    # none for need_prior_key, valid, seed, numbers, forms, is_causal, window
+    return *grads, None if prior is None else last, *to_weights, *([None] * 7)
 
 
-weibull_forward.register_autograd(_differentiate, setup_context=_keep)
+weibull_forward = operator(
+    "weibull_forward", _forward_as_operator, fake=_fake_forward, keep=_keep, differentiate=_differentiate
+)

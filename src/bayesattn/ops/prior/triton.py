@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from bayesattn.ops.attention.launch import Layout, aligned, layout
+from bayesattn.ops.common.operators import operator
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior import launch as launching
 from bayesattn.ops.prior.launch import backward_launch, forward_launches
@@ -95,22 +96,19 @@ class _LogPrior(torch.autograd.Function):
         return grad_key, *unflatten(flat, weights), None
 
 
-@torch.library.custom_op("bayesattn::log_prior", mutates_args=())
-def log_prior_operator(
+def _forward_as_operator(
     key: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, valid: Tensor | None
 ) -> Tensor:
-    """Compute ln Ψ as an operator for torch.compile."""
+    """Return the result of `_forward` for any strides."""
     weights = [weight.contiguous() for weight in (weight_in, bias_in, weight_out, bias_out)]
     return _forward(aligned(key), weights, _expanded(valid, key))
 
 
-@log_prior_operator.register_fake
-def _(key, weight_in, bias_in, weight_out, bias_out, valid):
+def _fake_forward(key, weight_in, bias_in, weight_out, bias_out, valid):
     return key.new_empty((*key.shape[:2], 1, key.shape[2]), dtype=torch.float32)
 
 
-@torch.library.custom_op("bayesattn::log_prior_backward", mutates_args=())
-def log_prior_backward(
+def _backward_as_operator(
     grad: Tensor,
     key: Tensor,
     weight_in: Tensor,
@@ -127,10 +125,12 @@ def log_prior_backward(
     return key.new_empty(0) if grad_key is None else grad_key, flat
 
 
-@log_prior_backward.register_fake
-def _(grad, key, weight_in, bias_in, weight_out, bias_out, valid, out, need_key):
+def _fake_backward(grad, key, weight_in, bias_in, weight_out, bias_out, valid, out, need_key):
     size = sum(x.numel() for x in (weight_in, bias_in, weight_out, bias_out))
     return key.new_empty(key.shape if need_key else 0), out.new_empty(size)
+
+
+log_prior_backward = operator("log_prior_backward", _backward_as_operator, fake=_fake_backward)
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -141,10 +141,12 @@ def _keep(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad):
     *inputs, out = ctx.saved_tensors
     grad_key, flat = log_prior_backward(grad, *inputs, out, ctx.need_key)
-    return grad_key if ctx.need_key else None, *unflatten(flat, inputs[1:5]), None
+    return grad_key if ctx.need_key else None, *split_like(flat, inputs[1:5]), None
 
 
-log_prior_operator.register_autograd(_differentiate, setup_context=_keep)
+log_prior_operator = operator(
+    "log_prior", _forward_as_operator, fake=_fake_forward, keep=_keep, differentiate=_differentiate
+)
 
 
 def unflatten(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -152,6 +154,12 @@ def unflatten(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     # torch's function for DDP buckets is one call instead of five (a split and four views)
     grads = _unflatten_dense_tensors(flat, weights)
     return grads if weights[0].dtype == flat.dtype else [x.to(y.dtype) for x, y in zip(grads, weights, strict=True)]
+
+
+def split_like(flat: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Do the same as `unflatten` for a compiler, whose sizes may be symbols."""
+    parts = flat.split([weight.numel() for weight in weights])
+    return [part.view(weight.shape).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)]
 
 
 def _nodes_layout(key: Tensor) -> Layout:

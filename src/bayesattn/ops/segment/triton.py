@@ -14,6 +14,7 @@ from torch import Tensor
 from bayesattn import noise
 from bayesattn.config import AttentionConfig
 from bayesattn.divergences import lognormal_constant, weibull_gamma_key_term
+from bayesattn.ops.common.operators import operator
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.segment import features, passes, plain, weibull_node
@@ -156,12 +157,7 @@ def _forward(
     return passes.forward(scores.contiguous(), value.contiguous(), prior, seed, indices, draw, need_lse, need_moments)
 
 
-# torch.compile sees one opaque operator; eager calls use the autograd function below, which runs less Python
-edge_attention_forward = torch.library.custom_op("bayesattn::edge_attention_forward", _forward, mutates_args=())
-
-
-@edge_attention_forward.register_fake
-def _(
+def _fake_forward(
     scores,
     value,
     prior,
@@ -224,13 +220,12 @@ def _backward(
     return grad_scores, *grads  # type: ignore[return-value]  (three)
 
 
-edge_attention_backward = torch.library.custom_op("bayesattn::edge_attention_backward", _backward, mutates_args=())
-
-
-@edge_attention_backward.register_fake
-def _(grad, grad_lse, grad_first, grad_second, out, lse, clean, scores, value, prior, *options):
+def _fake_backward(grad, grad_lse, grad_first, grad_second, out, lse, clean, scores, value, prior, *options):
     grad_prior = scores.new_empty(0) if prior is None else prior.new_empty(prior.shape)
     return scores.new_empty(scores.shape), value.new_empty(value.shape), grad_prior
+
+
+edge_attention_backward = operator("edge_attention_backward", _backward, fake=_fake_backward)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -259,7 +254,10 @@ def _operator_backward(ctx, grad, _grad_noisy, *gradients):
     return grad_scores, grad_value, None if prior is None else grad_prior, *([None] * 16)
 
 
-edge_attention_forward.register_autograd(_operator_backward, setup_context=_setup_context)
+# torch.compile sees one opaque operator; eager calls use the autograd function below, which runs less Python
+edge_attention_forward = operator(
+    "edge_attention_forward", _forward, fake=_fake_forward, keep=_setup_context, differentiate=_operator_backward
+)
 
 
 class _FusedEdgeAttention(torch.autograd.Function):

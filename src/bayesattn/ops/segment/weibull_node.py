@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesattn.config import AttentionConfig
 from bayesattn.ops.attention.weibull import Divergence
 from bayesattn.ops.attention.weibull_node import LARGEST_ALPHA
+from bayesattn.ops.common.operators import operator
 from bayesattn.ops.once import once_differentiable
 from bayesattn.ops.prior.nodes import NodePrior
 from bayesattn.ops.prior.triton import nodes_backward, nodes_forward
@@ -116,8 +117,7 @@ def _or_zeros(grad: Tensor | None, grad_kl: Tensor | None, out: Tensor) -> tuple
     return torch.zeros_like(out) if grad is None else grad, out.new_zeros(1) if grad_kl is None else grad_kl
 
 
-@torch.library.custom_op("bayesattn::weibull_edges_forward", mutates_args=())
-def weibull_edges_forward(
+def _forward_as_operator(
     scores: Tensor,
     value: Tensor,
     log_prior: Tensor | None,
@@ -145,15 +145,13 @@ def _divergence(constants: list[float], forms: str) -> Divergence:
     return Divergence(weibull_k, gamma_beta, gamma_alpha, *forms.split())
 
 
-@weibull_edges_forward.register_fake
-def _(scores, value, log_prior, seed, graph, num_targets, *divergence):
+def _fake_forward(scores, value, log_prior, seed, graph, num_targets, *divergence):
     rows = (num_targets, scores.shape[1])
     results = [scores.new_empty(size) for size in ((1,), rows, rows, rows, 0 if log_prior is None else log_prior.shape)]
     return value.new_empty((*rows, value.shape[2]), dtype=torch.float32), *results
 
 
-@torch.library.custom_op("bayesattn::weibull_edges_backward", mutates_args=())
-def weibull_edges_backward(
+def _backward_as_operator(
     grad: Tensor,
     grad_kl: Tensor,
     scores: Tensor,
@@ -177,10 +175,12 @@ def weibull_edges_backward(
     return grad_scores, *grads  # type: ignore[return-value]  (three)
 
 
-@weibull_edges_backward.register_fake
-def _(grad, grad_kl, scores, value, alpha, *options):
+def _fake_backward(grad, grad_kl, scores, value, alpha, *options):
     grad_prior = scores.new_empty(0 if alpha is None else alpha.shape)
     return scores.new_empty(scores.shape), value.new_empty(value.shape), grad_prior
+
+
+weibull_edges_backward = operator("weibull_edges_backward", _backward_as_operator, fake=_fake_backward)
 
 
 def _keep(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -203,4 +203,6 @@ def _differentiate(ctx: Any, grad, grad_kl, *_):
     return *grads, grad_prior if ctx.has_prior else None, None, [None] * len(graph), None, None, None
 
 
-weibull_edges_forward.register_autograd(_differentiate, setup_context=_keep)
+weibull_edges_forward = operator(
+    "weibull_edges_forward", _forward_as_operator, fake=_fake_forward, keep=_keep, differentiate=_differentiate
+)
