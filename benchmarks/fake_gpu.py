@@ -229,8 +229,37 @@ def items() -> dict[str, list[tuple[Any, str]]]:
     }
 
 
+def operator_times(rounds: int) -> dict[str, float]:
+    """Return microseconds of CPU time of each operator that a compiled model calls per layer: fast ones, as above."""
+    tensors = [x.transpose(1, 2) for x in Attention("soft", False).inputs]
+    query, key, value = (x.detach() for x in tensors)
+    shapes = [(1, FEATURES, 10), (1, 1, 10), (1, 10, 1), (1, 1, 1)]
+    weights, seed = [torch.randn(shape) for shape in shapes], torch.tensor(1)
+    valid = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+    options = [5.0, 1.0, 0.1, 0.2, FEATURES**-0.5, 0.0], "beta_psi log_softmax row_mean", False, None
+    drawn = True, 0.2, FEATURES**-0.5, 0.0, False, None
+    inputs, plain = (query, key, value, None, *weights, True, valid, seed), (query, key, value, valid, None, seed)
+    out, kl, kept = weibull_node.weibull_forward(*inputs, *options)
+    output, lse, *_ = triton.attention_forward(*plain, *drawn, False, False)
+    grads, absent = (torch.ones_like(out), torch.ones_like(kl)), (None,) * 4
+    calls = {
+        "BAM-NOKL forward": lambda: triton.attention_forward(*plain, *drawn, False, False),
+        "BAM-NOKL backward": lambda: triton.attention_backward(grads[0], *absent, *plain, output, lse, None, None, *drawn),
+        "BAM-WC forward": lambda: weibull_node.weibull_forward(*inputs, *options),
+        "BAM-WC backward": lambda: weibull_node.weibull_backward(*grads, *inputs, out, kept, *options),
+    }
+    found: dict[str, list[int]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.thread_time_ns()
+            for _ in range(LAYERS):
+                call()
+            found[name].append(time.thread_time_ns() - start)
+    return {name: sorted(times)[rounds // 5] / LAYERS / 1e3 for name, times in found.items()}
+
+
 def main() -> None:
-    """Print the budget: totals of every variant, and where the time of BAM-NOKL and BAM-WC goes."""
+    """Print the budget: totals, where the time of all but soft goes, and the operators of a compiled step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plain", action="store_true", help="no padding")
     parser.add_argument("--rounds", type=int, default=100)
@@ -257,6 +286,10 @@ def main() -> None:
             for label, spent in watch.spent.most_common():
                 each = given.rounds * LAYERS
                 print(f"  {label:22s} {spent / each / 1e3:8.1f} {watch.calls[label] / each:6.1f}")
+        print("operators of a compiled step, us per layer")
+        with torch.no_grad():
+            for name, spent in operator_times(given.rounds).items():
+                print(f"  {name:22s} {spent:8.1f}")
 
 
 if __name__ == "__main__":
