@@ -123,6 +123,9 @@ def through_attention(
     The output may come from any implementation, because the scores are computed in the backward pass; with `heads_last` its
     heads come after its queries. `options` are mask, bias, scale and so on, as for `squared_score_gradients`.
     """
+    if torch.compiler.is_compiling():
+        # inside a compiled graph no tensor has a gradient of its own, so the graph ends here and a new one begins
+        torch._dynamo.graph_break()
     call = _new_call(module, (*query.shape[:3], key.shape[2]))
     output = output if output.requires_grad else _Differentiable.apply(output, _local.anchor)
     call.attention = ScoreGradients(query, key, value, output, heads_last, **options)

@@ -435,6 +435,25 @@ def test_quantized_layers_that_pass_no_gradient_are_refused():
             ba.uncertainty(quantized, inputs)
 
 
+@pytest.mark.compile
+# torch's compiler reads deprecated and unset attributes, and warns of both
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(BUILD))
+def test_a_compiled_model_gets_the_same_doubt(name):
+    model, inputs = build(name)
+    expected = ba.uncertainty(model, inputs)
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    logits_of(model, inputs)
+    for _ in range(2):
+        found = ba.uncertainty(model, inputs)
+        torch.testing.assert_close(found.std, expected.std, rtol=1e-8, atol=0.0)
+        assert found.by_layer.keys() == expected.by_layer.keys()
+        for layer, truth in expected.by_layer.items():
+            torch.testing.assert_close(found.by_layer[layer], truth, rtol=1e-8, atol=1e-14)
+    torch._dynamo.reset()
+
+
 def test_one_key_leaves_nothing_to_doubt():
     model, inputs = build("bert-sdpa")
     result = ba.uncertainty(model, {name: value[:, :1] for name, value in inputs.items()})
