@@ -29,7 +29,9 @@ def read(folder: Path) -> pages.Page:
         values = {k: {int(r["seed"]): float(r["BLEU-4"]) for r in inside if r["variant"] == k} for k in kinds}
         for kind in kinds:
             if kind != "soft" and len(values[kind]) >= LEAST_SEEDS:
-                options = {"search": tried, "paper": gains.get(kind) if search == "greedy search" else None}
+                # the control runs with the settings that were chosen for soft attention
+                settings = f"{tried.split()[0]} / soft's" if kind == "uniform" else tried
+                options = {"search": settings, "paper": gains.get(kind) if search == "greedy search" else None}
                 found.append(pages.compare(group, kind, values[kind], values["soft"], **options))
     found += pages.compare_kinds(pages.read_rows(folder / "captioning-tuned.csv"), SEARCHED, {"BLEU-4": ("BLEU-4", 1.0)})
     return pages.Page(pages.corrected(found), "Captions: BLEU-4", "BLEU-4")
