@@ -54,7 +54,8 @@ def _public_table(effects: Sequence[pages.Effect]) -> str:
         header += [f"{group.removesuffix(f', {PUBLIC}')}, soft {soft:.2f}", "paper"]
     for kind in dict.fromkeys(effect.kind for effect in effects):
         own = {effect.group: effect for effect in effects if effect.kind == kind}
-        lines.append([kind, str(own[graphs[0]].runs), own[graphs[0]].search])
+        pairs = dict.fromkeys(str(effect.runs) for effect in own.values())
+        lines.append([kind, ", ".join(pairs), own[graphs[0]].search])
         for effect in map(own.__getitem__, graphs):
             assert effect.paper is not None
             half = (effect.high - effect.low) / 2
