@@ -76,7 +76,7 @@ def run_backward(number: Float[Tensor, " b"], calls: Sequence[Call], *, retain_g
     """Run one backward pass from the sum of the numbers, and compute the squares of each call that it reaches."""
     for call in calls:
         call.squares = None
-    # by the outputs themselves: an autograd function at every call would cost the host more than its squares
+    # of the outputs themselves, because an autograd function at every call would cost the host time
     dense = [(call, call.attention) for call in calls if call.attention is not None and call.attention.output.requires_grad]
     wanted = [calls[0].anchor, *(attention.output for _, attention in dense)]
     _, *grads = torch.autograd.grad(number.sum(), wanted, allow_unused=True, retain_graph=retain_graph)

@@ -143,13 +143,13 @@ ROWS = torch.ones(M, N, dtype=torch.bool).triu()[None, None]
     ],
 )
 def test_calls_that_are_alike_are_computed_as_one_batch(masks, batches, heads_last, monkeypatch):
-    single, computed = score_gradients._by_torch, []
+    single, computed = score_gradients.squared_score_gradients, []
 
     def noted(*args, **options):
         computed.append(args[0].shape[0] // B)
         return single(*args, **options)
 
-    monkeypatch.setattr(score_gradients, "_by_torch", noted)
+    monkeypatch.setattr(score_gradients, "squared_score_gradients", noted)
     # the very same mask object, as the layers of a model have it
     calls, truth = calls_of(masks, heads_last)
     for found, expected in zip(score_gradients.squares_of_calls(calls), truth, strict=True):

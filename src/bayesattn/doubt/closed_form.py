@@ -159,8 +159,8 @@ def _backward(number: Float[Tensor, " b"], calls: list[Call], names: dict[Any, s
     run_backward(number, calls, retain_graph=not is_last)
     if all(call.squares is None for call in calls):
         raise ValueError(
-            "no gradient of the target arrived at any attention call: it depends only on inputs that need a gradient "
-            "themselves, or on quantized layers, which pass no gradient. Use the model in float32"
+            "no gradient of the target arrived at any attention call. Either the target does not depend on attention, or "
+            "quantized layers lie between, which pass no gradient. Use the model in float32"
         )
     squares = [number.new_zeros(call.shape) if call.squares is None else call.squares for call in calls]
     levels = [log_noise_variance(call.module.config) for call in calls]  # type: ignore[arg-type]

@@ -122,8 +122,7 @@ def _of_alike(calls: Sequence[ScoreGradients], grads: Sequence[Tensor]) -> Float
         grad, output = grad.transpose(1, 2), output.transpose(1, 2)
     if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 and len(calls) > 1:
         mask = mask.repeat(len(calls), 1, 1, 1)
-    find = _by_kernels if first.has_kernel else _by_torch
-    return find(
+    return squared_score_gradients(
         grad, query, key, value, output, first.log_sum_exp,
         mask=mask, bias=first.bias, is_causal=first.is_causal, scale=first.scale, softcap=first.softcap,
     )  # fmt: skip
@@ -151,18 +150,11 @@ def squared_score_gradients(
     ln Σ_j exp Φ_ij, recomputed if it was not kept (`kept_log_sum_exp`). Other arguments are as in
     `statistics.row_statistics`.
     """
-    find = _by_torch if output is None or why_not_kernel(query, key, value) else _by_kernels
-    options = {"mask": mask, "bias": bias, "is_causal": is_causal, "scale": scale, "softcap": softcap}
-    return find(grad_output, query, key, value, output, log_sum_exp, **options)
-
-
-def _by_torch(grad_output, query, key, value, _output, _log_sum_exp, *, mask, bias, **options) -> Float[Tensor, "b h n"]:
-    mask, bias = _with_four_axes(mask), _with_four_axes(bias)
-    with without_autocast(query.device.type):
-        return _in_blocks(grad_output, query, key, value, mask=mask, bias=bias, **options)
-
-
-def _by_kernels(grad_output, query, key, value, output, log_sum_exp, *, mask, bias, **options) -> Float[Tensor, "b h n"]:
+    options = {"mask": _with_four_axes(mask), "bias": _with_four_axes(bias), "is_causal": is_causal}
+    options |= {"scale": scale, "softcap": softcap}
+    if output is None or why_not_kernel(query, key, value):
+        with without_autocast(query.device.type):
+            return _in_blocks(grad_output, query, key, value, **options)
     # imported here, because a machine without a GPU need not have triton
     from bayesattn.ops.attention import score_gradients_triton
 
@@ -171,7 +163,6 @@ def _by_kernels(grad_output, query, key, value, output, log_sum_exp, *, mask, bi
         # under autocast a gradient, or a query after a rotary embedding, may have another dtype than the rest
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors[:4]))
         tensors = [x.to(dtype) for x in tensors]
-    options |= {"mask": _with_four_axes(mask), "bias": _with_four_axes(bias)}
     return score_gradients_triton.squared_score_gradients(*tensors, log_sum_exp=log_sum_exp, **options)
 
 
